@@ -1,0 +1,294 @@
+"""What every stage shares: errors a user can act on, exit codes, atomic files, hashes, progress, locks.
+
+Standard library only (tqdm where there is a terminal), so that importing it costs nothing.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import IO, Any, NoReturn
+
+EXIT_USER_ERROR = 2
+HEARTBEAT_SECONDS = 20.0
+
+
+class UserError(Exception):
+    """Something the user can put right. The message is one line: what is wrong, where, and what to do."""
+
+
+class Terminated(BaseException):
+    """SIGTERM, raised in the main thread so that `finally` and `with` clean up, as KeyboardInterrupt does for SIGINT."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Running a command
+
+
+def run_main(main: Callable[[Sequence[str] | None], int]) -> NoReturn:
+    """Runs a stage's `main` as a command and turns the ways it can end into exit codes.
+
+    0 done, 1 a check failed, 2 a user's mistake or a full disk (one line `error: ...`), 130 / 143 interrupted.
+    Anything else is our bug and keeps its traceback.
+    """
+    _make_console_safe()
+    signal.signal(signal.SIGTERM, _raise_terminated)
+    try:
+        code = main(None)
+        sys.stdout.flush()
+    except UserError as error:
+        code = _fail(str(error))
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+        print("\ninterrupted", file=sys.stderr)
+    except Terminated:
+        code = 128 + signal.SIGTERM
+        print("\nterminated", file=sys.stderr)
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): not a failure. Keep the interpreter from flushing into it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except OSError as error:
+        message = explain_os_error(error)
+        if message is None:
+            raise
+        code = _fail(message)
+    sys.exit(code)
+
+
+def _fail(message: str) -> int:
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    return EXIT_USER_ERROR
+
+
+def explain_os_error(error: OSError) -> str | None:
+    """One line for an operating-system error that a user can mend, None for any other."""
+    where = error.filename or "this folder"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space left on the disk of {where}; free some, or move the output with --data-dir or --checkpoint-dir"
+    if error.errno == errno.EFBIG:
+        return f"{where} would pass the largest file size allowed here; raise the limit (ulimit -f) or write elsewhere"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"no permission to use {where}; change its permissions, or choose another folder"
+    if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT):
+        return f"{where}: {os.strerror(error.errno).lower()}; check the path"
+    return None
+
+
+def _raise_terminated(signum: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
+def _make_console_safe() -> None:
+    """Text with any character can be printed on any console: what it cannot show is escaped instead of raising."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def fsync_dir(folder: Path) -> None:
+    """Makes a rename in `folder` durable. Windows cannot open folders; there the rename alone has to do."""
+    if os.name == "nt":
+        return
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def temporary_of(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
+    """Opens `path`.tmp for writing; on success it is flushed, fsynced and renamed over `path`, on any failure removed.
+
+    So whatever is killed when, `path` holds the old content or the new, never a part.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_of(path)
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_dir(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    with atomic_write(path) as file:
+        file.write(text.encode("utf-8"))
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, ensure_ascii=False, indent=1) + "\n")
+
+
+def read_json(path: Path, command: str) -> dict[str, Any]:
+    """The JSON object in `path`. Raises UserError where it is missing or damaged; `command` is what makes it."""
+    try:
+        value = json.loads(path.read_bytes().decode("utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; run: {command}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({error}); make it again with: {command}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is damaged (it holds no JSON object); make it again with: {command}")
+    return value
+
+
+def require_free_space(folder: Path, needed_bytes: int, what: str) -> None:
+    """Raises UserError when the disk of `folder` (or of its nearest existing parent) has less than `needed_bytes` free."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if free < needed_bytes:
+        needed = f"{needed_bytes / 1e6:,.0f} MB, but {free / 1e6:,.0f} MB are free"
+        raise UserError(f"no space left on the disk of {folder}: {what} needs about {needed}; free some or write elsewhere")
+
+
+def sha256_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprint(value: Any) -> str:
+    """sha256 of a JSON-able value in canonical form: the identity of a set of inputs and settings."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Progress
+
+
+class Progress:
+    """A bar with rate and ETA on a terminal; elsewhere a heartbeat line at least every 30 seconds of work.
+
+    Used as a context manager. `total` may be None where it is not known. `scale=True` prints 12.3M for 12,300,000.
+    """
+
+    def __init__(self, total: int | None, what: str, unit: str = "it", *, scale: bool = False, initial: int = 0) -> None:
+        self.total, self.what, self.unit, self.done, self.initial = total, what, unit, initial, initial
+        self.note = ""
+        self._t0 = self._last = time.monotonic()
+        self._bar = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, desc=what, unit=unit, unit_scale=scale, initial=initial, dynamic_ncols=True)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self, n: int = 1, note: str = "") -> None:
+        """Counts `n` more units; `note` is shown behind the numbers."""
+        self.done += n
+        self.note = note or self.note
+        if self._bar is not None:
+            self._bar.set_postfix_str(self.note, refresh=False)
+            self._bar.update(n)
+        elif time.monotonic() - self._last >= HEARTBEAT_SECONDS:
+            self._last = time.monotonic()
+            print(self.line(), file=sys.stderr, flush=True)
+
+    def print(self, line: str) -> None:
+        """Prints a line to standard output without breaking the bar."""
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stdout)
+        else:
+            print(line, flush=True)
+
+    def line(self) -> str:
+        elapsed = time.monotonic() - self._t0
+        rate = (self.done - self.initial) / elapsed if elapsed > 0 else 0.0
+        parts = [f"{self.what}: {self.done:,} {self.unit}"]
+        if self.total:
+            parts[0] += f" of {self.total:,} ({100 * self.done / self.total:.0f} %)"
+        parts.append(f"{rate:,.1f} {self.unit}/s")
+        if self.total and rate > 0:
+            parts.append(f"ETA {format_duration((self.total - self.done) / rate)}")
+        return ", ".join(part for part in [*parts, self.note] if part)
+
+
+def format_duration(seconds: float) -> str:
+    """`75` as `1:15`, `3675` as `1:01:15`, `200000` as `2 d 7:33:20`."""
+    days, rest = divmod(max(0, round(seconds)), 86_400)
+    hours, rest = divmod(rest, 3_600)
+    clock = f"{hours}:{rest // 60:02}:{rest % 60:02}" if days or hours else f"{rest // 60}:{rest % 60:02}"
+    return f"{days} d {clock}" if days else clock
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One writer a folder
+
+
+class FolderLock:
+    """Lets one process at a time write to a folder; a second one is refused by name, a dead one's lock is taken over.
+
+    The operating system's own file lock does the deciding (it ends with its process, however that dies); the file's text
+    only names the holder. Used as a context manager. Raises UserError when another process holds the lock.
+    """
+
+    def __init__(self, folder: Path, what: str) -> None:
+        self.path, self.what = folder / ".lock", what
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> "FolderLock":
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.path, "a+", encoding="utf-8")
+        if not _try_lock(self._file):
+            self._file.seek(0, os.SEEK_SET)
+            holder = self._file.read().strip() or "another process"
+            self._file.close()
+            raise UserError(f"{self.what} is being written by {holder}; wait for it, or stop it first")
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()}")
+        self._file.flush()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # The file stays: removing it would let two later processes lock two different files of one name.
+        self._file.close()
+
+
+def _try_lock(file: IO[str]) -> bool:
+    if os.name == "nt":
+        import msvcrt
+
+        try:
+            file.seek(1 << 30)  # a byte far behind the text, since Windows forbids others to read locked bytes
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        except OSError:
+            return False
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
