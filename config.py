@@ -177,7 +177,7 @@ class ModelConfig(_Section):
 
 @dataclass(frozen=True)
 class TrainConfig(_Section):
-    """The optimisation recipe and its book-keeping. A step is one optimizer update; counts are in steps unless they say otherwise."""
+    """The optimisation recipe and its book-keeping. A step is one optimizer update, and counts are in steps."""
 
     batch_size: int = setting(8, "sequences per micro-batch")
     grad_accum_steps: int = setting(8, "micro-batches per step, over all ranks together")
@@ -547,6 +547,7 @@ def parse_config(
     presets = "presets: " + ", ".join(PRESETS)
     parser = _Parser(
         prog=Path(sys.argv[0]).name,
+        usage="%(prog)s [--preset NAME] [FLAGS]",
         description=doc.strip(),
         epilog=f"Values in [brackets] are those of preset {preset}. {presets}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,0 +1,61 @@
+"""Shared fixtures: stages run as real processes in an empty folder, and the places of optional development corpora."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED_CORPUS = ROOT.parent / "shared" / "corpus"
+
+sys.path.insert(0, str(ROOT))
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
+    """Runs `stage("train.py", "--resume", ...)` as a user would, in the empty folder `tmp_path`; returns the finished process."""
+
+    def run(script: str, *arguments: object, timeout: float = 300, env: dict | None = None) -> subprocess.CompletedProcess:
+        command = [sys.executable, str(ROOT / script), *map(str, arguments)]
+        return subprocess.run(
+            command,
+            cwd=tmp_path,
+            env={**os.environ, **(env or {})},
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            timeout=timeout,
+            stdin=subprocess.DEVNULL,
+        )
+
+    return run
+
+
+def assert_user_error(result: subprocess.CompletedProcess, *fragments: str) -> None:
+    """The promise for every mistake of a user: exit code 2, one `error: ...` line that holds the fragments, no traceback."""
+    assert result.returncode == 2, (result.returncode, result.stdout, result.stderr)
+    assert "Traceback" not in result.stderr + result.stdout
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, result.stderr
+    for fragment in fragments:
+        assert fragment in lines[0], lines[0]
+
+
+@pytest.fixture
+def dictwiki_zip() -> Path:
+    return _shared_file("dictwiki-raw-v1.zip")
+
+
+@pytest.fixture
+def wikitext_zip() -> Path:
+    return _shared_file("wikitext-raw-valid-test.zip")
+
+
+def _shared_file(name: str) -> Path:
+    path = SHARED_CORPUS / name
+    if not path.exists():
+        pytest.skip(f"the development corpus {name} is not on this machine")
+    return path
