@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
-    """Runs `stage("train.py", "--resume", ...)` as a user would, in the empty folder `tmp_path`; returns the finished process."""
+    """Runs `stage("train.py", "--resume", ...)` as a user would, in the folder `tmp_path`; returns the process."""
 
     def run(script: str, *arguments: object, timeout: float = 300, env: dict | None = None) -> subprocess.CompletedProcess:
         command = [sys.executable, str(ROOT / script), *map(str, arguments)]
