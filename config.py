@@ -257,10 +257,13 @@ class SampleConfig(_Section):
     temperature: float = setting(0.8, "sharpens (below 1) or flattens (above 1) the distribution; 0 is greedy")
     top_k: int = setting(50, "draw from the k most likely tokens (0: off)")
     top_p: float = setting(1.0, "draw from the smallest set of tokens with this much probability (1: off)")
+    min_p: float = setting(0.0, "draw from the tokens with at least this share of the likeliest one's probability (0: off)")
+    repetition_penalty: float = setting(1.0, "above 1 makes tokens that were there already less likely (1: off)")
 
     def check(self) -> None:
         _require_at_least(self, 0, "temperature", "top_k")
-        _require_positive(self, "max_new_tokens")
+        _require_positive(self, "max_new_tokens", "repetition_penalty")
+        _require_fraction(self, "min_p")
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
 
 
