@@ -4,14 +4,15 @@ A context is at most `block_size` tokens. When one more would not fit, the last 
 from position 0: one rule for both paths, so the cache changes the speed and never the text.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
+from model import GPT, KVCache
 from torch import Tensor
 
+from common import UserError
 from config import SampleConfig
-from model import GPT, KVCache
 
 # ----------------------------------------------------------------------------------------------------------------------
 # One token
@@ -36,8 +37,8 @@ def sampling_probabilities(
     probability. The most likely token always stays.
     """
     k = min(top_k, logits.shape[-1]) if top_k > 0 else logits.shape[-1]
-    scores, ids = torch.topk(logits.float(), k, dim=-1, sorted=True)
-    # The largest score becomes 0 before the division: a tiny temperature then gives 0 and -inf, never inf - inf.
+    scores, ids = torch.topk(logits.double(), k, dim=-1, sorted=True)
+    # The largest score becomes 0 before the division: a tiny temperature then gives 0 and -inf, never inf - inf or 0 / 0.
     probs = torch.softmax((scores - scores[:, :1]) / temperature, dim=-1)
     if top_p < 1.0:
         before = probs.cumsum(dim=-1) - probs  # probability of everything more likely; 0 for the first, so it stays
@@ -123,8 +124,8 @@ def generate_batch(
 ) -> Iterator[Tensor]:
     """Continues every row of `idx` (B, T), T >= 1; yields the next ids, (B,) on the CPU, `max_new_tokens` times.
 
-    Of a context longer than the block its last `block_size` tokens are read. Ids in `never` are not drawn. Drawing happens on the CPU,
-    so a seed means the same on every device. The caller stops early by closing the iterator.
+    Of a context longer than the block its last `block_size` tokens are read. Ids in `never` are not drawn. Drawing happens
+    on the CPU, so a seed means the same on every device. The caller stops early by closing the iterator.
     """
     block_size, length = decoder.block_size, min(idx.shape[1], decoder.block_size)
     context = idx
@@ -148,10 +149,14 @@ def _draw(
     logits: Tensor, context: Tensor, sample: SampleConfig, generator: torch.Generator | None, never: Sequence[int]
 ) -> Tensor:
     logits = logits.float().cpu()
+    if logits.isnan().any():
+        raise UserError(
+            "the model's output is not a number; its weights are damaged, or its precision too low (--dtype float32)"
+        )
     if sample.repetition_penalty != 1.0:
         logits = penalise_repeats(logits, context.cpu(), sample.repetition_penalty)
     if never:
-        logits[:, list(never)] = float("-inf")
+        logits = logits.index_fill(1, torch.tensor(never), float("-inf"))
     return next_token(logits, sample.temperature, sample.top_k, sample.top_p, sample.min_p, generator)
 
 
