@@ -150,9 +150,7 @@ def _draw(
 ) -> Tensor:
     logits = logits.float().cpu()
     if logits.isnan().any():
-        raise UserError(
-            "the model's output is not a number; its weights are damaged, or its precision too low (--dtype float32)"
-        )
+        raise UserError("the model's output is not a number; damaged weights, or too low a precision (--dtype float32)")
     if sample.repetition_penalty != 1.0:
         logits = penalise_repeats(logits, context.cpu(), sample.repetition_penalty)
     if never:
