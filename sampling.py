@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
-from model import GPT, KVCache
 from torch import Tensor
 
 from common import UserError
 from config import SampleConfig
+from model import GPT, KVCache
 
 # ----------------------------------------------------------------------------------------------------------------------
 # One token
@@ -81,7 +81,7 @@ class Decoder(Protocol):
 
 
 class CachedDecoder:
-    """The context's keys and values are kept, so that a step costs one token's work."""
+    """The context's keys and values are kept, so that a step costs one token's work. One batch size for its lifetime."""
 
     def __init__(self, model: GPT) -> None:
         self.model, self.block_size = model, model.config.block_size
@@ -89,12 +89,18 @@ class CachedDecoder:
 
     @torch.inference_mode()
     def prefill(self, idx: Tensor) -> Tensor:
-        self._cache = self.model.new_cache(idx.shape[0])
-        return self.model(idx, cache=self._cache)[0][:, -1]
+        if self._cache is None:
+            weight = self.model.transformer.wte.weight
+            self._cache = KVCache(self.model.config, idx.shape[0], weight.device, weight.dtype)
+        self._cache.length = 0
+        return self._read(idx)
 
     @torch.inference_mode()
     def step(self, ids: Tensor) -> Tensor:
-        return self.model(ids[:, None], cache=self._cache)[0][:, -1]
+        return self._read(ids[:, None])
+
+    def _read(self, idx: Tensor) -> Tensor:
+        return self.model(idx, cache=self._cache, last_only=True)[0][:, -1]
 
 
 class UncachedDecoder:
@@ -107,7 +113,7 @@ class UncachedDecoder:
     @torch.inference_mode()
     def prefill(self, idx: Tensor) -> Tensor:
         self._context = idx
-        return self.model(idx)[0][:, -1]
+        return self.model(idx, last_only=True)[0][:, -1]
 
     def step(self, ids: Tensor) -> Tensor:
         return self.prefill(torch.cat([self._context, ids[:, None]], dim=1))
