@@ -144,19 +144,41 @@ class ModelConfig(_Section):
     dropout: float = setting(0.0, "dropout probability, in training only")
     bias: bool = setting(False, "biases on the linear layers (the layer norms always have gain and bias)")
     tied_head: bool = setting(True, "token embedding and output head are one matrix")
-    activation: str = setting("gelu", "MLP non-linearity: exact GELU or its tanh form", choices=("gelu", "gelu_tanh"))
+    activation: str = setting(
+        "gelu",
+        "MLP non-linearity: exact GELU, its tanh form, squared ReLU, or SwiGLU (2/3 of the width, three matrices)",
+        choices=("gelu", "gelu_tanh", "relu2", "swiglu"),
+    )
+    position: str = setting("learned", "positions: a learned embedding, or rotary", choices=("learned", "rotary"))
+    norm: str = setting(
+        "layernorm",
+        "normalisation: layer norm, RMSNorm with gain, or RMSNorm without parameters",
+        choices=("layernorm", "rmsnorm", "rmsnorm_plain"),
+    )
+    qk_norm: bool = setting(False, "RMSNorm on queries and keys, per head (with gain where norm is rmsnorm)")
+    embedding_norm: bool = setting(False, "normalise the token embedding before the first block, without parameters")
+    zero_init: bool = setting(False, "start the projections that feed the residual stream at zero")
+    logit_softcap: float = setting(0.0, "squash logits to plus or minus this with tanh (0: off)")
     # Not a flag: the vocabulary is an artifact, read from the token files (or the checkpoint).
     vocab_size: int = setting(16_384, "tokens in the vocabulary", flag=False)
 
     def check(self) -> None:
         _require_positive(self, "n_layer", "n_head", "n_embd", "block_size", "vocab_size")
         _require_fraction(self, "dropout")
+        _require_at_least(self, 0, "logit_softcap")
         bound = f"divisible by n_head ({self.n_head})"
         _require(self.n_embd % self.n_head == 0, "n_embd", self.n_embd, bound)
+        if self.position == "rotary":
+            _require(self.head_dim % 2 == 0, "n_embd / n_head", self.head_dim, "even for position rotary")
 
     @property
     def head_dim(self) -> int:
         return self.n_embd // self.n_head
+
+    @property
+    def mlp_hidden(self) -> int:
+        """Width inside the MLP: 4 * n_embd; for swiglu 2/3 of it (the same parameters), up to a multiple of 64."""
+        return -(-8 * self.n_embd // (3 * 64)) * 64 if self.activation == "swiglu" else 4 * self.n_embd
 
     @property
     def padded_vocab_size(self) -> int:
@@ -167,11 +189,14 @@ class ModelConfig(_Section):
     def num_params(self) -> int:
         """Parameters as advertised: padding rows are not counted, a tied head is counted once."""
         C, biases = self.n_embd, int(self.bias)
-        norm = 2 * C
-        attention = 4 * C * C + biases * (3 * C + C)
-        mlp = 8 * C * C + biases * (4 * C + C)
+        norm = {"layernorm": 2 * C, "rmsnorm": C, "rmsnorm_plain": 0}[self.norm]
+        qk_gains = 2 * self.head_dim if self.qk_norm and self.norm == "rmsnorm" else 0
+        attention = 4 * C * C + biases * (3 * C + C) + qk_gains
+        hidden_in = self.mlp_hidden * (2 if self.activation == "swiglu" else 1)
+        mlp = hidden_in * C + self.mlp_hidden * C + biases * (hidden_in + C)
         block = 2 * norm + attention + mlp
-        embeddings = self.vocab_size * C * (1 if self.tied_head else 2) + self.block_size * C
+        positions = self.block_size * C if self.position == "learned" else 0
+        embeddings = self.vocab_size * C * (1 if self.tied_head else 2) + positions
         return embeddings + self.n_layer * block + norm
 
 
@@ -185,8 +210,23 @@ class TrainConfig(_Section):
     max_epochs: float = setting(0.0, "passes over the training tokens, where max_iters is 0")
     sampling: str = setting("random", "windows at random offsets, or every window once per pass", choices=("random", "epoch"))
 
-    optimizer: str = setting("adamw", "optimizer", choices=("adamw",))
+    optimizer: str = setting(
+        "adamw",
+        "AdamW; Muon for the hidden matrices with AdamW for the rest; AdamW in GaLore's low-rank space for the hidden matrices",
+        choices=("adamw", "muon", "galore"),
+    )
     learning_rate: float = setting(2.5e-4, "peak learning rate")
+    muon_learning_rate: float = setting(0.0, "peak learning rate of Muon's matrices, on AdamW's scale (0: learning_rate)")
+    muon_momentum: float = setting(0.95, "Muon: momentum")
+    galore_rank: int = setting(128, "GaLore: rank of the projection, clipped to each matrix")
+    galore_update_gap: int = setting(200, "GaLore: steps between new projections")
+    galore_scale: float = setting(0.25, "GaLore: factor on the update that comes back from the low-rank space")
+    lr_schedule: str = setting(
+        "cosine",
+        "after warm-up: cosine to the end, or warm-up/stable/decay (the peak, then linear in the last decay_ratio)",
+        choices=("cosine", "wsd"),
+    )
+    decay_ratio: float = setting(0.2, "lr_schedule wsd: share of all steps in which the learning rate falls")
     min_lr_ratio: float = setting(0.1, "final learning rate as a share of the peak")
     initial_lr: float = setting(0.0, "learning rate of the first step; 0: warm-up is peak * (k + 1) / warm-up")
     warmup_iters: int = setting(200, "warm-up steps")
@@ -215,7 +255,9 @@ class TrainConfig(_Section):
         _require_at_least(self, 0, "max_iters", "max_epochs", "warmup_iters", "initial_lr", "weight_decay", "grad_clip")
         _require_at_least(self, 0, "eval_windows", "eval_batch_size", "checkpoint_minutes", "keep_checkpoints")
         _require_at_least(self, 0, "sample_tokens")
-        _require_fraction(self, "beta1", "beta2", "warmup_ratio")
+        _require_at_least(self, 0, "muon_learning_rate")
+        _require_positive(self, "galore_rank", "galore_update_gap", "galore_scale")
+        _require_fraction(self, "beta1", "beta2", "warmup_ratio", "decay_ratio", "muon_momentum")
         _require(0.0 <= self.min_lr_ratio <= 1.0, "min_lr_ratio", self.min_lr_ratio, "from 0 to 1")
         _require(self.initial_lr <= self.learning_rate, "initial_lr", self.initial_lr, "at most learning_rate")
         if self.max_iters == 0:

@@ -1,0 +1,251 @@
+"""The GPT: a decoder-only transformer, with every variation chosen by a field of `ModelConfig`.
+
+The defaults are GPT-2's block (Radford et al. 2019): layer norm in front, learned positions, GELU. The fields allow
+rotary positions (Su et al. 2021, arXiv 2104.09864), RMSNorm (Zhang & Sennrich 2019, arXiv 1910.07467), norms on queries
+and keys (Henry et al. 2020, arXiv 2010.04245), squared ReLU (So et al. 2021, arXiv 2109.08668), SwiGLU (Shazeer 2020,
+arXiv 2002.05202), zero-initialised residual projections (Zhang et al. 2019, arXiv 1901.09321) and a soft cap on the logits
+(Gemma Team 2024, arXiv 2408.00118). rotary + rmsnorm + qk_norm + swiglu is Qwen3's architecture; rotary + rmsnorm_plain +
+embedding_norm + qk_norm + relu2 is NanoChat's (which rotates the other way: swap the halves of each query and key head).
+
+Shapes: B sequences, T tokens each, C = n_embd, V = vocabulary.
+"""
+
+import math
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from config import ModelConfig
+
+ROTARY_BASE = 10_000.0
+RMS_EPS = 1e-6
+IGNORE_INDEX = -100  # targets with this value are not scored
+
+
+class KVCache:
+    """Keys and values of the tokens already seen: static buffers, filled from the left up to `length`.
+
+    Setting `length` back forgets the tokens behind it. Memory: 2 * n_layer * B * block_size * C numbers.
+    """
+
+    def __init__(self, config: ModelConfig, batch_size: int, device: torch.device | str, dtype: torch.dtype) -> None:
+        shape = (batch_size, config.n_head, config.block_size, config.head_dim)
+        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        self.length = 0
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores k and v (B, n_head, T, head_dim) behind `length`; returns all that is stored, in the type of `k`."""
+        end = self.length + k.size(2)
+        self.k[layer][:, :, self.length : end] = k
+        self.v[layer][:, :, self.length : end] = v
+        return self.k[layer][:, :, :end].type_as(k), self.v[layer][:, :, :end].type_as(v)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) over the last dimension, with a gain or without parameters."""
+
+    def __init__(self, size: int, gain: bool) -> None:
+        super().__init__()
+        self.shape = (size,)
+        self.weight = nn.Parameter(torch.ones(size)) if gain else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.shape, self.weight, eps=RMS_EPS)
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "layernorm":
+        return nn.LayerNorm(config.n_embd)
+    return RMSNorm(config.n_embd, gain=config.norm == "rmsnorm")
+
+
+def rotary_table(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """cos and sin, each (block_size, head_dim): position times the frequency of each pair of channels (i, i + head_dim / 2)."""
+    channel = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
+    frequency = ROTARY_BASE ** (-channel / config.head_dim)
+    angle = torch.outer(torch.arange(config.block_size, dtype=torch.float32), frequency).repeat(1, 2)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns each pair of channels of x (B, n_head, T, head_dim) by the angle of its position."""
+    x1, x2 = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-x2, x1), dim=-1) * sin
+
+
+def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
+    """(T, S), True where query t, which stands at position S - T + t, may look at key s: s <= S - T + t."""
+    return torch.ones(T, S, dtype=torch.bool, device=device).tril(diagonal=S - T)
+
+
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v, written out: the (T, S) weights exist in full, in fp32."""
+    weights = (q @ k.transpose(-2, -1)).float() / math.sqrt(q.size(-1))  # (B, n_head, T, S)
+    weights = weights.masked_fill(~causal_mask(q.size(2), k.size(2), q.device), float("-inf"))
+    weights = F.dropout(F.softmax(weights, dim=-1), dropout)
+    return weights.type_as(v) @ v
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+    """The same in one kernel that never stores the weights (Dao et al. 2022, arXiv 2205.14135)."""
+    T, S = q.size(2), k.size(2)
+    if T in (1, S):  # a single query is the newest token and may look at everything
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_mask(T, S, q.device), dropout_p=dropout)
+
+
+ATTENTION = {"fused": fused_attention, "reference": reference_attention}
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, attention: str) -> None:
+        super().__init__()
+        self.layer, self.n_head, self.head_dim = layer, config.n_head, config.head_dim
+        self.attention, self.dropout = ATTENTION[attention], config.dropout
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # query, key, value
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, gain=config.norm == "rmsnorm")
+            self.k_norm = RMSNorm(config.head_dim, gain=config.norm == "rmsnorm")
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: KVCache | None) -> Tensor:
+        B, T, C = x.shape
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, self.head_dim)  # (B, T, C) -> (B, T, 3, n_head, head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, n_head, T, head_dim)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
+        q, k = q.type_as(v), k.type_as(v)  # norms and tables are fp32, the kernel wants one type
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        y = self.attention(q, k, v, self.dropout if self.training else 0.0)
+        y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again
+        return F.dropout(self.c_proj(y), self.dropout, self.training)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.activation, self.dropout = config.activation, config.dropout
+        hidden = config.mlp_hidden
+        self.c_fc = nn.Linear(config.n_embd, 2 * hidden if config.activation == "swiglu" else hidden, bias=config.bias)
+        self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.c_proj(self.activate(self.c_fc(x))), self.dropout, self.training)
+
+    def activate(self, x: Tensor) -> Tensor:
+        if self.activation == "swiglu":
+            gate, value = x.chunk(2, dim=-1)
+            return F.silu(gate) * value
+        if self.activation == "relu2":
+            return F.relu(x).square()
+        return F.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, attention: str) -> None:
+        super().__init__()
+        self.ln_1, self.attn = make_norm(config), CausalSelfAttention(config, layer, attention)
+        self.ln_2, self.mlp = make_norm(config), MLP(config)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: KVCache | None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), rotary, cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """`attention` is "fused" or "reference": how it is computed, not what, so it is no part of the model's settings."""
+
+    def __init__(self, config: ModelConfig, attention: str = "fused") -> None:
+        super().__init__()
+        self.config = config
+        parts = {"wte": nn.Embedding(config.padded_vocab_size, config.n_embd)}
+        if config.position == "learned":
+            parts["wpe"] = nn.Embedding(config.block_size, config.n_embd)
+        else:
+            for name, table in zip(("rotary_cos", "rotary_sin"), rotary_table(config), strict=True):
+                self.register_buffer(name, table, persistent=False)
+        parts["h"] = nn.ModuleList(Block(config, layer, attention) for layer in range(config.n_layer))
+        parts["ln_f"] = make_norm(config)
+        self.transformer = nn.ModuleDict(parts)
+        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        if config.tied_head:
+            self.lm_head.weight = self.transformer.wte.weight
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Normal(0, 0.02); the 2 * n_layer projections that add to the residual stream start smaller, or at zero."""
+        residual_std = 0.0 if self.config.zero_init else 0.02 / math.sqrt(2 * self.config.n_layer)
+        for name, p in self.named_parameters():  # a tied matrix is named, and drawn, once
+            if p.dim() == 2:
+                nn.init.normal_(p, std=residual_std if name.endswith("c_proj.weight") else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
+
+    def forward(
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        reduction: str = "mean",
+        cache: KVCache | None = None,
+        last_only: bool = False,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Logits or loss of the token ids idx (B, T); with a cache they continue the `cache.length` tokens in it.
+
+        With targets (B, T; IGNORE_INDEX is not scored): (None, loss), fp32, a mean or a sum over the scored targets.
+        Without: (logits, None), fp32, (B, T, V), or (B, 1, V) with `last_only`.
+        """
+        x = self.hidden(idx, cache)  # (B, T, C)
+        if targets is None:
+            return self.logits(x[:, -1:] if last_only else x), None
+        logits = self.logits(x).flatten(0, 1)  # (B * T, V)
+        return None, F.cross_entropy(logits, targets.flatten(), reduction=reduction, ignore_index=IGNORE_INDEX)
+
+    def hidden(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
+        """The normalised residual stream (B, T, C) behind the last block."""
+        start, T = cache.length if cache is not None else 0, idx.size(1)
+        assert start + T <= self.config.block_size, f"{start} + {T} tokens do not fit into {self.config.block_size}"
+        x = self.transformer.wte(idx)
+        rotary = None
+        if self.config.position == "learned":
+            x = x + self.transformer.wpe.weight[start : start + T]
+        else:
+            rotary = self.rotary_cos[start : start + T], self.rotary_sin[start : start + T]
+        if self.config.embedding_norm:
+            x = F.rms_norm(x, (self.config.n_embd,), eps=RMS_EPS)
+        x = F.dropout(x, self.config.dropout, self.training)
+        for block in self.transformer.h:
+            x = block(x, rotary, cache)
+        if cache is not None:
+            cache.length = start + T
+        return self.transformer.ln_f(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(..., C) -> (..., V) in fp32; the columns that only pad the matrix are cut off, so they are never scored or drawn."""
+        logits = self.lm_head(x)[..., : self.config.vocab_size].float()
+        cap = self.config.logit_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def num_params(self) -> int:
+        """Parameters as advertised: a tied matrix once, padding rows not at all."""
+        padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
+        matrices = 1 if self.config.tied_head else 2
+        return sum(p.numel() for p in self.parameters()) - matrices * padding
+
+    def flops_per_token(self) -> int:
+        """Floating-point operations of a token's forward and backward pass at full context.
+
+        6 per weight that multiplies, and 12 * n_layer * C * block_size for attention, causal or not (Chowdhery et al. 2022,
+        arXiv 2204.02311, appendix B).
+        """
+        config = self.config
+        blocks = sum(p.numel() for p in self.transformer.h.parameters() if p.dim() == 2)
+        head = config.vocab_size * config.n_embd
+        return 6 * (blocks + head) + 12 * config.n_layer * config.n_embd * config.block_size
