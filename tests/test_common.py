@@ -1,0 +1,172 @@
+"""What all stages share: atomic files, locks, exit codes, progress."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+import common
+from common import FolderLock, Progress, UserError, atomic_write, explain_os_error, format_duration, read_json, write_json
+
+
+def run_code(code: str, **kwargs) -> subprocess.Popen:
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + textwrap.dedent(code)
+    return subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
+    )
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path: Path) -> None:
+    """A file truncated by a writer that failed half-way."""
+    path = tmp_path / "a.json"
+    write_json(path, {"old": 1})
+    with pytest.raises(RuntimeError), atomic_write(path) as file:
+        file.write(b"half")
+        raise RuntimeError
+    assert read_json(path, "x") == {"old": 1}
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_order_of_write_flush_fsync_rename_and_folder_fsync(tmp_path: Path, monkeypatch) -> None:
+    """A rename that reaches the disk before the content does: after a power cut the file is empty."""
+    calls = []
+    real_fsync, real_replace = os.fsync, os.replace
+
+    def fsync(fd: int) -> None:
+        target = Path(os.readlink(f"/proc/self/fd/{fd}")) if Path("/proc/self/fd").exists() else None
+        size = os.fstat(fd).st_size
+        calls.append(("fsync", target.name if target else None, size))
+        real_fsync(fd)
+
+    def replace(source: Path, target: Path) -> None:
+        calls.append(("replace", Path(target).name, None))
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    with atomic_write(tmp_path / "a.bin") as file:
+        file.write(b"12345")
+    assert [c[0] for c in calls] == ["fsync", "replace", "fsync"]
+    assert calls[0][2] == 5, "the content was not flushed before fsync"
+    assert calls[1][1] == "a.bin"
+    if calls[0][1] is not None:
+        assert (calls[0][1], calls[2][1]) == ("a.bin.tmp", tmp_path.name)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b'{"a": 1} x', b"[" * 100_000])
+def test_damaged_json_names_the_file_and_the_command(tmp_path: Path, content: bytes) -> None:
+    """A truncated artifact ending in a traceback, or read as something else."""
+    (tmp_path / "m.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"m\.json is damaged .*make it"):
+        read_json(tmp_path / "m.json", "make it")
+    with pytest.raises(UserError, match=r"gone\.json is missing; run: make it"):
+        read_json(tmp_path / "gone.json", "make it")
+
+
+def test_a_second_process_is_refused_and_a_killed_ones_lock_is_taken_over(tmp_path: Path) -> None:
+    """Two writers mixing their output; or a stale lock file that keeps a crashed run from ever resuming."""
+    holder = run_code(f"""
+        import time; from pathlib import Path; from common import FolderLock
+        with FolderLock(Path({str(tmp_path)!r}), "run a"):
+            print("held", flush=True); time.sleep(60)
+    """)
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(UserError, match=f"run a is being written by process {holder.pid}"), FolderLock(tmp_path, "run a"):
+        pass
+    holder.kill()
+    holder.wait()
+    with FolderLock(tmp_path, "run a"):
+        assert str(os.getpid()) in (tmp_path / ".lock").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_clean_up_and_give_their_exit_code(tmp_path: Path, signum: int, code: int) -> None:
+    """SIGTERM skipping `finally`, which leaves a half-written temporary behind."""
+    process = run_code(f"""
+        import time; from pathlib import Path; from common import atomic_write, run_main
+        def main(argv):
+            with atomic_write(Path({str(tmp_path / "x.bin")!r})) as file:
+                file.write(b"1"); print("writing", flush=True); time.sleep(60)
+            return 0
+        run_main(main)
+    """)
+    assert process.stdout.readline() == "writing\n"
+    process.send_signal(signum)
+    assert process.wait(20) == code
+    assert "Traceback" not in process.stderr.read()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_is_one_line_and_code_2() -> None:
+    """A traceback where the user only has to free some space."""
+    process = run_code("""
+        from common import run_main
+        def main(argv):
+            raise OSError(28, "No space left on device", "data/x.bin")
+        run_main(main)
+    """)
+    assert process.wait(20) == 2
+    assert process.stderr.read().startswith("error: no space left on the disk of data/x.bin")
+
+
+def test_other_failures_keep_their_traceback() -> None:
+    """Our own bugs hidden behind a friendly line that helps nobody."""
+    process = run_code("""
+        from common import run_main
+        def main(argv):
+            return {}["bug"]
+        run_main(main)
+    """)
+    assert process.wait(20) == 1
+    assert "KeyError" in process.stderr.read()
+    assert explain_os_error(OSError(errno.EIO, "Input/output error")) is None
+
+
+def test_output_that_the_console_cannot_show_is_escaped() -> None:
+    """A sample with an emoji killing the run on a console that is not UTF-8."""
+    process = run_code(
+        """
+        from common import run_main
+        def main(argv):
+            print("caf\\u00e9 \\U0001f600"); return 0
+        run_main(main)
+    """,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (0, "caf\\xe9 \\U0001f600\n"), err
+
+
+def test_progress_without_a_terminal_prints_heartbeats_with_rate_and_eta(monkeypatch, capsys) -> None:
+    """A stage that is silent for hours when its output goes to a file."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    with Progress(100, "encode", "documents", initial=20) as progress:
+        for _ in range(4):
+            clock[0] += 10.0
+            progress.update(10)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert lines[0] == "encode: 40 documents of 100 (40 %), 1.0 documents/s, ETA 1:00"
+
+
+def test_free_space_is_checked_on_the_nearest_existing_folder(tmp_path: Path) -> None:
+    """A check that fails on a folder that does not exist yet, or passes on the wrong disk."""
+    common.require_free_space(tmp_path / "a" / "b", 1, "this")
+    with pytest.raises(UserError, match="no space left on the disk of"):
+        common.require_free_space(tmp_path / "a" / "b", 10**18, "this")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (75.4, "1:15"), (3675, "1:01:15"), (200_000, "2 d 7:33:20"), (-5, "0:00")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    """A wrong carry between minutes, hours and days."""
+    assert format_duration(seconds) == text
