@@ -1,0 +1,275 @@
+"""Stage 2 of 9: learns a BPE vocabulary from the corpus: its training documents, or a seeded sample of them.
+
+Reads   data/CORPUS/raw/ (stage 1)
+Writes  data/CORPUS/tokenizer.json and, beside it, tokenizer_meta.json
+
+    uv run python train_tokenizer.py --vocab-size 16384
+
+A few seconds for 60 MB of text on two cores. With --tokenizer-kind gpt2 nothing is learnt: OpenAI's vocabulary is fetched, or
+read with --archive from a folder or zip that holds vocab.bpe and encoder.json.
+"""
+
+import argparse
+import hashlib
+import tempfile
+import zipfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common import FolderLock, Progress, UserError, run_main, sha256_file, write_json
+from config import Config, parse_config
+
+if TYPE_CHECKING:
+    from corpus import Corpus
+
+    from tokenizer import BPETokenizer
+
+GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+GPT2_FILES = {
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
+SUMMARY_BYTES = 4_000_000  # held-out text that the figures printed at the end are measured on
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--archive", metavar="FILE", help="gpt2: a folder or zip with vocab.bpe and encoder.json, instead of fetching them"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    uses = ["run.corpus", "run.variant", "run.data_dir", "run.seed", "tokenizer"]
+    config, args = parse_config(argv, doc=__doc__, uses=uses, add_arguments=add_arguments)
+    from corpus import load_corpus
+
+    corpus = load_corpus(config)
+    with FolderLock(config.tokenizer_path.parent, f"the tokenizer in {config.tokenizer_path.parent}"):
+        if config.tokenizer.tokenizer_kind == "gpt2":
+            tokenizer, sample = gpt2_tokenizer(config, args.archive), None
+        elif args.archive is not None:
+            raise UserError("--archive is for --tokenizer-kind gpt2; the other kinds are learnt from the corpus")
+        else:
+            sample = Sample(corpus, config.run.seed, round(config.tokenizer.sample_mb * 1e6))
+            tokenizer = learn(config, sample)
+        # The meta file goes first and comes back last: a stage killed between never leaves it beside another tokenizer.
+        config.tokenizer_meta_path.unlink(missing_ok=True)
+        tokenizer.save(config.tokenizer_path)
+        write_json(config.tokenizer_meta_path, meta_of(config, corpus, tokenizer, sample))
+    print_summary(config, corpus, tokenizer)
+    return 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Learning
+
+
+class Sample:
+    """The training documents with the lowest sha256(seed, text), up to `limit_bytes` of UTF-8; a smaller corpus is used whole.
+
+    Which documents they are depends on the seed and the documents alone, not on their order. Equal documents are all in or
+    all out; the lowest one is always in. `documents` and `bytes` are known after the sample was read once.
+    """
+
+    def __init__(self, corpus: "Corpus", seed: int, limit_bytes: int) -> None:
+        self.corpus, self.seed = corpus, seed
+        self.total_documents = corpus.documents["train"]
+        self.highest = self._highest_hash(limit_bytes)
+        self.documents = self.bytes = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.documents = self.bytes = 0
+        with Progress(self.total_documents, "reading", "documents", scale=True) as progress:
+            for text in self.corpus.iter_documents("train"):
+                if self.highest is None or self._hash(text) <= self.highest:
+                    self.documents += 1
+                    self.bytes += utf8_length(text)
+                    yield text
+                progress.update()
+
+    def _highest_hash(self, limit_bytes: int) -> int | None:
+        """The highest hash in the sample, None where every document is in it."""
+        hashes, sizes = [], []
+        with Progress(self.total_documents, "choosing the sample", "documents", scale=True) as progress:
+            for text in self.corpus.iter_documents("train"):
+                hashes.append(self._hash(text))
+                sizes.append(utf8_length(text))
+                progress.update()
+        return highest_within(hashes, sizes, limit_bytes)
+
+    def _hash(self, text: str) -> int:
+        digest = hashlib.sha256(f"{self.seed}\n{text}".encode("utf-8", "surrogatepass")).digest()
+        return int.from_bytes(digest[:8], "big")
+
+
+def highest_within(hashes: Sequence[int], sizes: Sequence[int], limit: int) -> int | None:
+    """The highest hash up to which the sizes, in order of their hashes, sum to at most `limit`; None where all do."""
+    if sum(sizes) <= limit:
+        return None
+    size_of: Counter[int] = Counter()
+    for key, size in zip(hashes, sizes, strict=True):
+        size_of[key] += size
+    total, highest = 0, min(size_of)
+    for key in sorted(size_of):
+        total += size_of[key]
+        if total > limit:
+            break
+        highest = key
+    return highest
+
+
+def utf8_length(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def learn(config: Config, sample: Sample) -> "BPETokenizer":
+    from tokenizer import BPETokenizer
+
+    settings = config.tokenizer
+    with MergeProgress() as progress:
+        try:
+            return BPETokenizer.train(
+                sample,
+                kind=settings.tokenizer_kind,
+                vocab_size=settings.vocab_size,
+                min_frequency=settings.min_frequency,
+                progress=progress,
+            )
+        except ValueError as error:
+            raise UserError(f"{config.raw_dir}: {error}") from None
+
+
+class MergeProgress:
+    """A bar that appears with the first merge: reading has its own before."""
+
+    def __init__(self) -> None:
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> "MergeProgress":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._bar is not None:
+            self._bar.__exit__(*error)
+
+    def __call__(self, done: int, wanted: int) -> None:
+        if self._bar is None:
+            self._bar = Progress(wanted, "merging", "merges").__enter__()
+        self._bar.update(done - self._bar.done)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# GPT-2's vocabulary
+
+
+def gpt2_tokenizer(config: Config, archive: str | None) -> "BPETokenizer":
+    from tokenizer import BPETokenizer
+
+    config.tokenizer_path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=config.tokenizer_path.parent, prefix="gpt2-") as folder:
+        files = {name: Path(folder) / name for name in GPT2_FILES}
+        for name, path in files.items():
+            if archive is None:
+                from fetch import download
+
+                download([GPT2_URL + name], path, bytes=None, sha256=GPT2_FILES[name])
+            else:
+                path.write_bytes(read_member(Path(archive), name))
+            if sha256_file(path) != GPT2_FILES[name]:
+                raise UserError(f"{name} in {archive} is not the published file (its sha256 differs); fetch it from {GPT2_URL}")
+        return BPETokenizer.from_gpt2(*(path.read_text(encoding="utf-8") for path in files.values()))
+
+
+def read_member(archive: Path, name: str) -> bytes:
+    """The bytes of `name` in a folder, or in a zip at any depth. Raises UserError."""
+    try:
+        if archive.is_dir():
+            return (archive / name).read_bytes()
+        with zipfile.ZipFile(archive) as opened:
+            member = next((m for m in opened.namelist() if m.rpartition("/")[2] == name), None)
+            if member is not None:
+                return opened.read(member)
+    except FileNotFoundError:
+        pass
+    except zipfile.BadZipFile:
+        raise UserError(f"--archive {archive} is neither a folder nor a sound zip file") from None
+    raise UserError(f"--archive {archive} holds no {name}; it needs vocab.bpe and encoder.json")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is kept and what is shown
+
+
+def meta_of(config: Config, corpus: "Corpus", tokenizer: "BPETokenizer", sample: Sample | None) -> dict[str, Any]:
+    settings = config.tokenizer
+    return {
+        "format": 1,
+        "corpus": config.run.corpus,
+        "settings": {
+            "tokenizer_kind": settings.tokenizer_kind,
+            "vocab_size": settings.vocab_size,
+            "min_frequency": settings.min_frequency,
+            "sample_mb": settings.sample_mb,
+        },
+        "seed": config.run.seed,
+        "sample": None if sample is None else {"documents": sample.documents, "bytes": sample.bytes},
+        "raw_fingerprint": corpus.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "merges": len(tokenizer.merges),
+        "tokenizer_sha256": sha256_file(config.tokenizer_path),
+    }
+
+
+def print_summary(config: Config, corpus: "Corpus", tokenizer: "BPETokenizer") -> None:
+    settings = config.tokenizer
+    if tokenizer.vocab_size < settings.vocab_size:
+        print(
+            f"asked for {settings.vocab_size:,} tokens, reached {tokenizer.vocab_size:,}: no further pair occurs "
+            f"{settings.min_frequency} times; later stages use the {tokenizer.vocab_size:,}"
+        )
+    texts, split = held_out(corpus)
+    if texts:
+        print_figures(tokenizer, texts, split)
+    longest = sorted(
+        set(range(tokenizer.vocab_size)) - set(tokenizer.special_ids), key=lambda i: (-len(tokenizer.tokens[i]), i)
+    )
+    print("longest tokens: " + " ".join(repr(tokenizer.decode([i])) for i in longest[:10]))
+    print(f"wrote {config.tokenizer_path} ({tokenizer.vocab_size:,} tokens, sha256 {tokenizer.sha256[:12]})")
+    print("next: " + config.command("prepare_data.py"))
+
+
+def held_out(corpus: "Corpus") -> tuple[list[str], str]:
+    """Some megabytes of validation text, or of training text where there is none."""
+    for split in ("val", "train"):
+        texts, size = [], 0
+        for text in corpus.iter_documents(split):
+            texts.append(text)
+            size += len(text)
+            if size >= SUMMARY_BYTES:
+                break
+        if size:
+            return texts, split
+    return [], "train"
+
+
+def print_figures(tokenizer: "BPETokenizer", texts: Sequence[str], split: str) -> None:
+    ids, _ = tokenizer.encode_to_array(texts)
+    characters = sum(len(tokenizer.scored_text(text)) for text in texts)
+    unknown = 0 if tokenizer.unk_id is None else int((ids == tokenizer.unk_id).sum())
+    rate = f"{100 * unknown / max(1, len(ids)):.4f} % <UNK>" if tokenizer.kind == "word" else "lossless"
+    print(f"{split} text: {characters / max(1, len(ids)):.3f} characters per token, {rate} ({len(ids):,} tokens)")
+    print("sample words: " + "  ".join("|".join(pieces) for pieces in sample_words(tokenizer, texts)))
+
+
+def sample_words(tokenizer: "BPETokenizer", texts: Iterable[str]) -> list[list[str]]:
+    """Ten long words of the text, rare and common ones, in pieces."""
+    seen = Counter(word for text in texts for word in text.split() if len(word) >= 8 and word.isalpha())
+    words = [word for word, _ in seen.most_common()]
+    chosen = words[:: max(1, len(words) // 10)][:10]
+    return [[tokenizer.decode([i]) for i in tokenizer.encode(word)] for word in chosen]
+
+
+if __name__ == "__main__":
+    run_main(main)
