@@ -1,0 +1,643 @@
+"""Documents out of whatever lies in a corpus folder: WikiText articles, .txt, .md, .jsonl, .jsonl.gz and .parquet files.
+
+Files are read in blocks of a few megabytes that begin and end between documents, so memory follows the block (or the largest
+document), never the corpus, and blocks can be read by several processes. What decides the documents and their splits is
+written into raw/manifest.json when a corpus is made, and every later stage follows it.
+
+Policies, the same for every kind of file and counted in the manifest: text is UTF-8; one leading byte-order mark is dropped
+per file; CRLF becomes LF; a lone surrogate (from JSON) becomes U+FFFD; a document of whitespace alone is dropped. All else,
+NUL and control characters included, is kept as it is.
+"""
+
+import dataclasses
+import gzip
+import hashlib
+import heapq
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from common import Progress, UserError, fingerprint, read_json, sha256_file, write_json
+from config import Config, DataConfig
+
+SPLITS = ("train", "val", "test")
+KINDS = {".raw": "wikitext", ".txt": "text", ".md": "text", ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".parquet": "parquet"}
+WIKITEXT_SPLITS = {"wiki.train.raw": "train", "wiki.valid.raw": "val", "wiki.test.raw": "test"}
+
+BLOCK_BYTES = 2 << 20
+OVERLAP_BYTES = 4_096  # no title line is longer
+FEW_DOCUMENTS = 20  # below this, documents are cut into pieces, else a split would be a document or none
+FEW_BYTES = 8_192  # a split with less text than this gets more documents: about four windows of 512 tokens
+POLICIES = {"bom": "one leading dropped per file", "newlines": "CRLF becomes LF", "empty documents": "dropped"}
+
+BOM = b"\xef\xbb\xbf"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+# ` = Title = ` with exactly one `=` on each side, and (not consumed) an empty line behind it.
+_TITLE = r"\n( = (?![= ])[^\r\n]{1,2000}(?<![= ]) =[ \t]*\r?\n)(?=[ \t]*\r?\n)"
+_TITLE_TEXT, _TITLE_BYTES = re.compile(_TITLE), re.compile(_TITLE.encode())
+_LINE_END, _BLANK_LINE = re.compile(rb"\n()"), re.compile(rb"\n[ \t]*\r?\n()")
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of a corpus. `path` is relative to raw/, or absolute; `split` is train, val, test, or hash (by document)."""
+
+    path: str
+    kind: str
+    split: str = "hash"
+    source: str = ""  # which part of a mixed corpus it belongs to
+
+    @classmethod
+    def of(cls, path: str | Path) -> "SourceFile":
+        """The kind from the name's ending, the split from WikiText's file names. Raises UserError for an unknown kind."""
+        kind = kind_of(path)
+        if kind is None:
+            raise UserError(f"{path} is of no known kind; expected a name that ends in {', '.join(KINDS)}")
+        return cls(path=Path(path).as_posix(), kind=kind, split=WIKITEXT_SPLITS.get(Path(path).name, "hash"))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Whole documents out of one file: a byte range to be read, or `data` where the file has no such ranges.
+
+    `bounds` are the documents' offsets in `data` (n + 1 of them) where the format tells.
+    """
+
+    file: int
+    start: int
+    end: int
+    data: bytes | None = None
+    bounds: tuple[int, ...] | None = None
+
+
+Block = tuple[Part, ...]
+
+
+@dataclass
+class Documents:
+    """The documents of a block by split, in order, with the index of the file each came from, and what was counted."""
+
+    texts: dict[str, list[str]] = dataclasses.field(default_factory=lambda: {name: [] for name in SPLITS})
+    files: dict[str, list[int]] = dataclasses.field(default_factory=lambda: {name: [] for name in SPLITS})
+    counts: Counter = dataclasses.field(default_factory=Counter)
+
+
+def kind_of(path: str | Path) -> str | None:
+    """`notes.jsonl.gz` is jsonl, `picture.png` is None."""
+    name = Path(path).name.lower()
+    return next((kind for ending, kind in KINDS.items() if name.endswith(ending)), None)
+
+
+def document_hash(text: str) -> int:
+    """The first 8 bytes of sha256 over the UTF-8 text: what decides a document's split."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The corpus
+
+
+class Corpus:
+    """A corpus as its manifest describes it. Can be sent to worker processes."""
+
+    def __init__(self, manifest: dict[str, Any], raw_dir: Path) -> None:
+        self.manifest = manifest
+        self.files = [SourceFile(f["path"], f["kind"], f["split"], f.get("source", "")) for f in manifest["files"]]
+        self.paths = [raw_dir / f.path for f in self.files]  # an absolute path stays as it is
+        self.settings = DataConfig(**manifest["settings"])
+        self.splitting = manifest["splitting"]
+
+    @property
+    def fingerprint(self) -> str:
+        return self.manifest["fingerprint"]
+
+    @property
+    def documents(self) -> dict[str, int]:
+        """Documents per split."""
+        return self.manifest["documents"]
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files, as they lie on the disk."""
+        return sum(f["bytes"] for f in self.manifest["files"])
+
+    def iter_documents(self, split: str) -> Iterator[str]:
+        """Streams the documents of a split in their fixed order."""
+        for block in self.blocks(split):
+            yield from self.read(block).texts[split]
+
+    def blocks(self, split: str | None = None) -> Iterator[Block]:
+        """All blocks in their fixed order, or those that may hold documents of `split`."""
+        gathered: list[Part] = []
+        size = 0
+        for i, file in enumerate(self.files):
+            if split is None or file.split in ("hash", split):
+                for part in self._parts(i):
+                    gathered.append(part)
+                    size += part.end - part.start
+                    if size >= BLOCK_BYTES // 2:
+                        yield tuple(gathered)
+                        gathered, size = [], 0
+        if gathered:
+            yield tuple(gathered)
+
+    def _parts(self, i: int) -> Iterator[Part]:
+        path, kind = self.paths[i], self.files[i].kind
+        if kind == "parquet":
+            return _parquet_parts(i, path, self.settings.text_field)
+        if path.suffix.lower() == ".gz":
+            return _gzip_parts(i, path)
+        return _range_parts(i, path, self._boundary(kind))
+
+    def _boundary(self, kind: str) -> re.Pattern[bytes] | None:
+        """Where a file may be cut: at the start of the match's last group, which opens a document. None: nowhere."""
+        if kind == "wikitext":
+            return _TITLE_BYTES
+        if kind == "jsonl":
+            return _LINE_END
+        if self.separator:
+            pattern = re.escape(self.separator.encode("utf-8")).replace(rb"\n", b"\r?\n").replace(b"\\\n", b"\r?\n")
+            return re.compile(pattern + b"()")
+        return _BLANK_LINE if self.splitting["unit"] == "piece" else None
+
+    @property
+    def separator(self) -> str:
+        r"""The document separator; `\n` and `\t` may be written with a backslash, as a shell makes easiest."""
+        return self.settings.document_separator.replace("\\n", "\n").replace("\\t", "\t")
+
+    def read(self, block: Block) -> Documents:
+        """The documents of a block. Raises UserError naming file and byte offset where the text cannot be read."""
+        documents = Documents()
+        for part in block:
+            file = self.files[part.file]
+            for text in self._texts(part, documents.counts):
+                if not text or text.isspace():
+                    documents.counts["empty documents dropped"] += 1
+                    continue
+                split = file.split if file.split != "hash" else self._split_of(text)
+                documents.texts[split].append(text)
+                documents.files[split].append(part.file)
+        return documents
+
+    def _split_of(self, text: str) -> str:
+        value = document_hash(text)
+        if value < self.splitting["val_below"]:
+            return "val"
+        return "test" if value < self.splitting["test_below"] else "train"
+
+    def _texts(self, part: Part, counts: Counter) -> Iterator[str]:
+        texts = self._whole_texts(part, counts)
+        if self.splitting["unit"] == "document" or self.files[part.file].split != "hash":
+            return texts
+        return (piece for text in texts for piece in cut_pieces(text, self.splitting["piece_bytes"]))
+
+    def _whole_texts(self, part: Part, counts: Counter) -> Iterator[str]:
+        path, kind = self.paths[part.file], self.files[part.file].kind
+        data = part.data if part.data is not None else _read_range(path, part)
+        if kind == "parquet":
+            rows = (data[a:b] for a, b in itertools.pairwise(part.bounds))
+            return (self._clean(path, row, part.start, counts) for row in rows)
+        if part.start == 0 and data.startswith(BOM):
+            counts["byte-order marks dropped"] += 1
+            # Blanked out rather than cut off, so that byte offsets in messages stay right.
+            text = self._clean(path, b"   " + data[3:], 0, counts)[3:]
+        else:
+            text = self._clean(path, data, part.start, counts)
+        if kind == "wikitext":
+            return _articles(text)
+        if kind == "jsonl":
+            return self._json_texts(path, text, part, counts)
+        return _separated(text, self.separator)
+
+    def _clean(self, path: Path, data: bytes, offset: int, counts: Counter) -> str:
+        """Decoded text with LF line ends; `offset` is where `data` begins in the file."""
+        try:
+            text = data.decode("utf-8", self.settings.errors)
+        except UnicodeDecodeError as error:
+            place = f"row {offset}" if path.suffix.lower() == ".parquet" else f"byte {offset + error.start:,}"
+            hint = "convert the file to UTF-8, or replace such bytes with: --errors replace"
+            raise UserError(f"{path} is not UTF-8 at {place} (0x{data[error.start]:02x}); {hint}") from None
+        if self.settings.errors == "replace" and "\ufffd" in text:
+            replaced = text.count("\ufffd") - data.count(b"\xef\xbf\xbd")
+            counts["invalid byte sequences replaced"] += replaced
+        return _unix_newlines(text, counts)
+
+    def _json_texts(self, path: Path, text: str, part: Part, counts: Counter) -> Iterator[str]:
+        name = self.settings.text_field
+        for number, line in enumerate(text.split("\n")):
+            if not line or line.isspace():
+                continue
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{_line_of(path, part, number)} is not JSON ({error}); mend or remove the line") from None
+            found = value.get(name, "") if isinstance(value, dict) and name in value else None
+            if found is None and not (isinstance(value, dict) and name in value):
+                raise UserError(_field_message(_line_of(path, part, number), name, value))
+            if not isinstance(found, str | None):
+                kind = type(found).__name__
+                raise UserError(
+                    f"{_line_of(path, part, number)}: field {name!r} is {kind}, not text; name it with --text-field"
+                )
+            yield _clean_json(found or "", counts)
+
+
+def _unix_newlines(text: str, counts: Counter) -> str:
+    if "\r\n" not in text:
+        return text
+    counts["CRLF line ends made LF"] += text.count("\r\n")
+    return text.replace("\r\n", "\n")
+
+
+def _clean_json(text: str, counts: Counter) -> str:
+    """JSON can spell what UTF-8 cannot: half a surrogate pair."""
+    if not text.isascii() and _SURROGATE.search(text):
+        text, n = _SURROGATE.subn("\ufffd", text)
+        counts["lone surrogates replaced"] += n
+    return _unix_newlines(text, counts)
+
+
+def _field_message(where: str, name: str, value: Any) -> str:
+    if not isinstance(value, dict):
+        return f"{where} is not a JSON object; each line must be one, with its text in the field {name!r}"
+    fields = ", ".join(sorted(map(str, value))[:8]) or "none"
+    return f"{where} has no field {name!r} (its fields: {fields}); name the right one with --text-field"
+
+
+def _line_of(path: Path, part: Part, number: int) -> str:
+    """`file line N` for line `number` of a part; only errors pay for the counting."""
+    before = 0
+    with _open_plain(path) as file:
+        left = part.start
+        while left > 0 and (data := file.read(min(left, 1 << 20))):
+            before += data.count(b"\n")
+            left -= len(data)
+    return f"{path} line {before + number + 1:,}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Text into documents
+
+
+def _articles(text: str) -> Iterator[str]:
+    """WikiText articles. A block begins with a title (or the file's first lines), so its start is always one."""
+    titles = (match.start(1) for match in _TITLE_TEXT.finditer(text) if _behind_empty_line(match, "\n"))
+    starts = [0, *titles, len(text)]
+    return (text[a:b] for a, b in itertools.pairwise(starts) if text[a:b].strip())
+
+
+def _behind_empty_line(match: re.Match, newline: str | bytes, *, whole: bool = True) -> bool:
+    """Whether the line before a title is empty. `whole` is False where the text may begin within a line."""
+    end = match.start()
+    start = match.string.rfind(newline, 0, end)
+    return (start >= 0 or whole) and not match.string[start + 1 : end].strip()
+
+
+def _separated(text: str, separator: str) -> Iterator[str]:
+    """`a<sep>b<sep>` as a, b: the last separator ends a document and opens none."""
+    if not separator:
+        return iter([text])
+    return iter(text.removesuffix(separator).split(separator))
+
+
+def cut_pieces(text: str, piece_bytes: int) -> Iterator[str]:
+    """Cuts a text into pieces of about `piece_bytes` characters that join to it again.
+
+    The cut is at the first blank line behind that size; where there is none within as much again, at a line end, then at
+    a space, then anywhere.
+    """
+    start = 0
+    while len(text) - start > 2 * piece_bytes:
+        low, high = start + piece_bytes, start + 2 * piece_bytes
+        found = (text.find(end, low, high) + len(end) for end in ("\n\n", "\n \n", "\n", " ") if text.find(end, low, high) >= 0)
+        end = next(found, low)
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files into parts
+
+
+def _open_plain(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else open(path, "rb")
+
+
+def _read_range(path: Path, part: Part) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(part.start)
+        data = file.read(part.end - part.start)
+    if len(data) != part.end - part.start:
+        raise UserError(f"{path} became shorter while it was read; make the corpus again")
+    return data
+
+
+def _range_parts(i: int, path: Path, boundary: re.Pattern[bytes] | None) -> Iterator[Part]:
+    """Byte ranges of about BLOCK_BYTES that end between documents; only the text around each cut is looked at."""
+    size = path.stat().st_size
+    start = 0
+    with open(path, "rb") as file:
+        while start < size:
+            end = size if boundary is None else _find_boundary(file, boundary, start + BLOCK_BYTES, size)
+            yield Part(i, start, end)
+            start = end
+
+
+def _find_boundary(file: IO[bytes], boundary: re.Pattern[bytes], position: int, size: int) -> int:
+    """Offset of the first boundary from `position` on, or `size`. Windows overlap, so none is missed between two."""
+    window = 64 << 10
+    while position < size:
+        file.seek(position)
+        data = file.read(window)
+        for match in boundary.finditer(data):
+            if boundary is not _TITLE_BYTES or _behind_empty_line(match, b"\n", whole=False):
+                return position + match.start(1)
+        position += window - OVERLAP_BYTES
+        window = min(2 * window, 1 << 20)
+    return size
+
+
+def _gzip_parts(i: int, path: Path) -> Iterator[Part]:
+    """Blocks of whole lines; a compressed file cannot be entered in the middle, so the data travels with the part."""
+    start, rest = 0, b""
+    try:
+        with gzip.open(path, "rb") as file:
+            while data := file.read(BLOCK_BYTES):
+                head, newline, tail = data.rpartition(b"\n")
+                if not newline:
+                    rest += data
+                    continue
+                block = rest + head + newline
+                yield Part(i, start, start + len(block), block)
+                start, rest = start + len(block), tail
+    except (EOFError, gzip.BadGzipFile, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise UserError(f"{path} is damaged ({error}); fetch or make it again") from None
+    if rest:
+        yield Part(i, start, start + len(rest), rest)
+
+
+def _parquet_parts(i: int, path: Path, column: str) -> Iterator[Part]:
+    """Batches of rows, one row group after the other and only the text column; `start` is the first row."""
+    pa, parquet = _import_pyarrow(path)
+    try:
+        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+            _require_text_column(path, file.schema_arrow, column)
+            row = 0
+            for group in range(file.num_row_groups):
+                for batch in file.iter_batches(_rows_per_batch(file, group), row_groups=[group], columns=[column]):
+                    data, bounds = _column_bytes(pa, batch.column(0))
+                    yield Part(i, row, row + len(data), data, bounds)
+                    row += len(bounds) - 1
+    except (pa.ArrowInvalid, pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} is no readable parquet file ({reason}); fetch or make it again") from None
+
+
+def _import_pyarrow(path: Path) -> tuple[Any, Any]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise UserError(f"reading {path} needs pyarrow; install it with: uv pip install pyarrow") from None
+    return pa, parquet
+
+
+def _require_text_column(path: Path, schema: Any, column: str) -> None:
+    if column not in schema.names:
+        columns = ", ".join(schema.names[:8])
+        raise UserError(f"{path} has no column {column!r} (its columns: {columns}); name the right one with --text-field")
+    kind = str(schema.field(column).type)
+    if not any(word in kind for word in ("string", "binary")):
+        raise UserError(f"{path}: column {column!r} holds {kind}, not text; name the right one with --text-field")
+
+
+def _rows_per_batch(file: Any, group: int) -> int:
+    """Rows that make about BLOCK_BYTES, by the group's own average."""
+    meta = file.metadata.row_group(group)
+    return max(1, min(meta.num_rows, BLOCK_BYTES * meta.num_rows // max(1, meta.total_byte_size)))
+
+
+def _column_bytes(pa: Any, column: Any) -> tuple[bytes, tuple[int, ...]]:
+    """The rows' bytes end to end, and the offset of each (n + 1 of them). Nulls become empty."""
+    rows = column.cast(pa.large_binary()).fill_null(b"")
+    _, offsets, data = rows.buffers()
+    bounds = memoryview(offsets).cast("q")[rows.offset : rows.offset + len(rows) + 1].tolist() if len(rows) else [0]
+    first, last = bounds[0], bounds[-1]
+    raw = data.slice(first, last - first).to_pybytes() if last > first else b""
+    return raw, tuple(b - first for b in bounds)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The manifest
+
+
+def manifest_path(config: Config) -> Path:
+    return config.raw_dir / "manifest.json"
+
+
+def load_corpus(config: Config) -> Corpus:
+    """The corpus of this configuration. Raises UserError, naming the command, where it is missing or has changed."""
+    command = download_command(config)
+    manifest = read_json(manifest_path(config), command)
+    needed = {"format", "files", "settings", "splitting", "documents", "fingerprint"}
+    if manifest.get("format") != 1 or not needed <= manifest.keys():
+        raise UserError(f"{manifest_path(config)} is of another format; make the corpus again with: {command}")
+    try:
+        corpus = Corpus(manifest, config.raw_dir)
+    except (TypeError, ValueError, KeyError) as error:
+        raise UserError(f"{manifest_path(config)} is damaged ({error}); make the corpus again with: {command}") from None
+    for path, entry in zip(corpus.paths, manifest["files"], strict=True):
+        _require_unchanged(path, entry, command)
+    return corpus
+
+
+def download_command(config: Config) -> str:
+    """What makes this corpus, as far as its name tells."""
+    size = {"wikitext103": ("--size", "full"), "wikitext2": ("--size", "small"), "local": ("--size", "local")}
+    own = ("--input", "PATH") if config.run.corpus not in (*size, "sydsgpt") else ()
+    return config.command("download_data.py", *size.get(config.run.corpus, own))
+
+
+def _require_unchanged(path: Path, entry: dict[str, Any], command: str) -> None:
+    try:
+        stat = path.stat()
+    except OSError:
+        raise UserError(f"{path} is missing; run: {command}") from None
+    if (stat.st_size, stat.st_mtime_ns) == (entry["bytes"], entry["mtime_ns"]):
+        return
+    if stat.st_size != entry["bytes"] or sha256_file(path) != entry["sha256"]:
+        raise UserError(f"{path} has changed since the corpus was made; take stock again with: {command}")
+
+
+def build_manifest(config: Config, source: dict[str, Any], files: Sequence[SourceFile]) -> dict[str, Any]:
+    """Takes stock of a corpus: hashes its files, counts documents, decides the splits; writes and returns raw/manifest.json.
+
+    `source` says where the files came from; `files` are in reading order. The manifest's `notes` are sentences for the user.
+    Raises UserError for text that cannot be read and for a corpus without any.
+    """
+    files = _with_usable_splits(files)
+    entries = [_stock(config.raw_dir, file) for file in files]
+    manifest = {
+        "format": 1,
+        "corpus": config.run.corpus,
+        "source": source,
+        "settings": dataclasses.asdict(config.data),
+        "policies": POLICIES,
+        "splitting": _by_fraction(config.data),
+        "files": entries,
+    }
+    corpus = Corpus(manifest, config.raw_dir)
+    survey = _decide_splitting(corpus)
+    for entry, documents in zip(entries, survey.per_file, strict=True):
+        entry["documents"] = documents
+    manifest["documents"] = dict(survey.documents)
+    manifest["counts"] = dict(survey.counts)
+    manifest["notes"] = _notes(manifest)
+    identity = [{key: entry[key] for key in ("sha256", "kind", "split", "source")} for entry in entries]
+    manifest["fingerprint"] = fingerprint([identity, manifest["settings"], manifest["splitting"], POLICIES])
+    write_json(manifest_path(config), manifest)
+    return manifest
+
+
+def _with_usable_splits(files: Sequence[SourceFile]) -> list[SourceFile]:
+    """Files that bring training and validation text keep their splits; otherwise all are split by document."""
+    brought = {file.split for file in files}
+    if "hash" in brought or {"train", "val"} <= brought:
+        return list(files)
+    return [dataclasses.replace(file, split="hash") for file in files]
+
+
+def _stock(raw_dir: Path, file: SourceFile) -> dict[str, Any]:
+    path = raw_dir / file.path
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); check the path") from None
+    return {
+        **dataclasses.asdict(file),
+        "bytes": stat.st_size,
+        "mtime_ns": stat.st_mtime_ns,
+        "sha256": sha256_file(path),
+    }
+
+
+class _Survey:
+    """One pass over a corpus: how many documents and bytes each split gets, and the lowest document hashes."""
+
+    KEPT = 4_096
+
+    def __init__(self, corpus: Corpus) -> None:
+        self.documents: Counter = Counter(dict.fromkeys(SPLITS, 0))
+        self.bytes: Counter = Counter(dict.fromkeys(SPLITS, 0))
+        self.counts: Counter = Counter()
+        self.per_file = [0] * len(corpus.files)
+        self.hashed, self.hashed_bytes = 0, 0  # documents, and their bytes, that are split by hash
+        self._lowest: list[tuple[int, int]] = []  # (-hash, bytes): a heap whose top is the highest hash kept
+        by_hash = [file.split == "hash" for file in corpus.files]
+        with Progress(corpus.bytes, "reading documents", "bytes", scale=True) as progress:
+            for block in corpus.blocks():
+                found = corpus.read(block)
+                self._add(found, by_hash)
+                progress.update(sum(part.end - part.start for part in block))
+
+    def _add(self, found: Documents, by_hash: list[bool]) -> None:
+        self.counts.update(found.counts)
+        for split in SPLITS:
+            self.documents[split] += len(found.texts[split])
+            for text, file in zip(found.texts[split], found.files[split], strict=True):
+                size = len(text.encode("utf-8"))
+                self.bytes[split] += size
+                self.per_file[file] += 1
+                if by_hash[file]:
+                    self.hashed += 1
+                    self.hashed_bytes += size
+                    if split != "train" or len(self._lowest) < self.KEPT:
+                        self._keep(document_hash(text), size)
+
+    def _keep(self, value: int, size: int) -> None:
+        push = heapq.heappush if len(self._lowest) < self.KEPT else heapq.heappushpop
+        push(self._lowest, (-value, size))
+
+    @property
+    def lowest(self) -> list[tuple[int, int]]:
+        """(hash, bytes) of the documents with the lowest hashes, in order."""
+        return sorted((-value, size) for value, size in self._lowest)
+
+
+def _by_fraction(data: DataConfig) -> dict[str, Any]:
+    """The usual rule: hashes are uniform, so the lowest val_fraction of their range is the validation split."""
+    val_below = round(data.val_fraction * 2**64)
+    return {"unit": "document", "val_below": val_below, "test_below": val_below + round(data.test_fraction * 2**64)}
+
+
+def _decide_splitting(corpus: Corpus) -> _Survey:
+    """Fills in corpus.splitting. Returns the survey under the final rule. Raises UserError where there is no text."""
+    whole_files = not corpus.separator and all(f.kind == "text" and f.split == "hash" for f in corpus.files)
+    if whole_files and len(corpus.files) < FEW_DOCUMENTS:
+        _cut_documents(corpus, corpus.bytes)  # decided before reading: such a file may be larger than memory
+    survey = _Survey(corpus)
+    if sum(survey.documents.values()) == 0:
+        read = ", ".join(str(path) for path in corpus.paths[:3]) + (", ..." if len(corpus.paths) > 3 else "")
+        raise UserError(f"no text in {read or 'an empty corpus'}: 0 usable characters; give files that hold some")
+    if 0 < survey.hashed < FEW_DOCUMENTS and corpus.splitting["unit"] == "document":
+        _cut_documents(corpus, survey.hashed_bytes)
+        survey = _Survey(corpus)
+    if survey.hashed and _too_small(corpus.settings, survey):
+        _fill_small_splits(corpus, survey)
+        survey = _Survey(corpus)
+    return survey
+
+
+def _cut_documents(corpus: Corpus, total_bytes: int) -> None:
+    """Pieces are large enough for a training window each, and some hundreds in number where there is text for that."""
+    least = min(FEW_BYTES, max(2_048, total_bytes // 12))
+    corpus.splitting.update(unit="piece", piece_bytes=min(max(least, total_bytes // 500), 256 << 10))
+
+
+def _floor(survey: _Survey) -> int:
+    return min(FEW_BYTES, survey.hashed_bytes // 12)
+
+
+def _too_small(data: DataConfig, survey: _Survey) -> bool:
+    wanted = {"val": data.val_fraction, "test": data.test_fraction}
+    return any(share > 0 and survey.bytes[split] < _floor(survey) for split, share in wanted.items())
+
+
+def _fill_small_splits(corpus: Corpus, survey: _Survey) -> None:
+    """Moves the two thresholds so that each wanted split has its share and some text, and training keeps the most."""
+    lowest, data = survey.lowest, corpus.settings
+    val_end = _fill(lowest, 0, data.val_fraction, survey)
+    test_end = _fill(lowest, val_end, data.test_fraction, survey)
+    limits = [value for value, _ in lowest] + [2**64]
+    corpus.splitting.update(val_below=limits[val_end], test_below=limits[test_end])
+
+
+def _fill(lowest: list[tuple[int, int]], start: int, share: float, survey: _Survey) -> int:
+    """Where a split of `share` that begins with document `start` ends, in order of hash; at most a third of all."""
+    end, size, most = start, 0, start + survey.hashed // 3
+    while share > 0 and end < min(most, len(lowest)) and (size < _floor(survey) or end - start < share * survey.hashed):
+        size += lowest[end][1]
+        end += 1
+    return end
+
+
+def _notes(manifest: dict[str, Any]) -> list[str]:
+    """What was done to the text, in sentences to print."""
+    splitting, settings = manifest["splitting"], manifest["settings"]
+    notes = [f"{what}: {n:,}" for what, n in manifest["counts"].items()]
+    if splitting["unit"] == "piece":
+        size = splitting["piece_bytes"]
+        notes.append(f"too few documents for a split: cut at blank lines, then line ends, into pieces of about {size:,} bytes")
+    if splitting["val_below"] != _by_fraction(DataConfig(**settings))["val_below"]:
+        notes.append("little text: validation and test take a larger share than asked, so that each has some")
+    return notes
