@@ -1,0 +1,215 @@
+"""Stage 1 of 9: bring a corpus onto this machine and take stock of it.
+
+    uv run python download_data.py                          WikiText-103 (192 MB to fetch, 740 MB on disk, minutes)
+    uv run python download_data.py --size local             the documentation already here (no network, seconds)
+    uv run python download_data.py --input book.txt notes/  your own files, read where they lie
+
+Reads: mirrors, addresses, a hub, or local files (.txt, .md, .raw, .jsonl, .jsonl.gz, .parquet).
+Writes: data/CORPUS/raw/ with the files and manifest.json (sources, sizes, sha256, documents per split). What is already
+there is verified, not fetched again; what is damaged is named and repaired; an interrupted download is continued.
+Proxy variables are honoured; HF_ENDPOINT names another address of the hub.
+"""
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common import FolderLock, UserError, read_json, run_main
+from config import Config, parse_config
+
+if TYPE_CHECKING:
+    from sources import Source
+
+CORPUS_OF_SIZE = {"full": "wikitext103", "small": "wikitext2", "local": "local"}
+SIZE_OF_CORPUS = {corpus: size for size, corpus in CORPUS_OF_SIZE.items()}
+OWN_CORPUS = "custom"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group("what to bring (default: the preset's corpus)")
+    choice = what.add_mutually_exclusive_group()
+    choice.add_argument("--size", choices=CORPUS_OF_SIZE, help="WikiText-103, WikiText-2, or docstrings found on this machine")
+    choice.add_argument("--input", nargs="+", metavar="PATH", help="your own files or folders; nothing is copied")
+    choice.add_argument("--url", nargs="+", help="https addresses of such files, or of zips of them")
+    choice.add_argument("--hub", nargs="+", metavar="SET", help="data sets of a hub, each [NAME=]OWNER/SET[@REVISION][:FOLDER]")
+    what.add_argument("--sha256", nargs="+", metavar="HEX", help="the checksum of each --url")
+    what.add_argument("--mirror", metavar="URL", help="an address to try first for WikiText; its pinned checksum still holds")
+    what.add_argument("--archive", metavar="FILE", help="WikiText's zip, or with --corpus NAME a zip of your own, from disk")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    uses = ["run.corpus", "run.variant", "run.data_dir", "data"]
+    config, args = parse_config(argv, doc=__doc__, uses=uses, add_arguments=add_arguments)
+    config = config.with_settings({"corpus": corpus_name(config, args)})
+
+    source = choose_source(config, args)
+    with FolderLock(config.corpus_dir, f"corpus {config.run.corpus}"):
+        manifest = verified_manifest(config, source)
+        if manifest is None:
+            manifest = bring(config, source)
+    print_summary(config, manifest)
+    return 0
+
+
+def corpus_name(config: Config, args: argparse.Namespace) -> str:
+    """--corpus, else the name that belongs to what is asked for, else the preset's."""
+    if "corpus" in args.given:
+        return args.given["corpus"]
+    if args.size:
+        return CORPUS_OF_SIZE[args.size]
+    return OWN_CORPUS if args.input or args.url or args.hub else config.run.corpus
+
+
+def choose_source(config: Config, args: argparse.Namespace) -> "Source":
+    """The source that the flags ask for. Raises UserError where they do not go together."""
+    import sources
+
+    name = config.run.corpus
+    built_in = args.size or (None if args.input or args.url or args.hub else SIZE_OF_CORPUS.get(name))
+    check_flags(args, built_in)
+    if args.input:
+        own_folders = (Path(config.run.data_dir), Path(config.run.checkpoint_dir))
+        return sources.Input(tuple(map(Path, args.input)), own_folders)
+    if args.url:
+        return sources.Addresses(tuple(args.url), tuple(args.sha256 or ()))
+    if args.hub:
+        return sources.Hub(tuple(map(sources.HubSet.parse, args.hub)))
+    if built_in == "local":
+        return sources.Local()
+    if built_in:
+        return sources.WikiText(built_in, args.mirror, Path(args.archive) if args.archive else None)
+    if args.archive:
+        return sources.Archive(Path(args.archive))
+    if name == "sydsgpt":
+        return sources.Hub(sources.SYDSGPT)
+    return recorded_source(config)
+
+
+def check_flags(args: argparse.Namespace, built_in: str | None) -> None:
+    """Raises UserError for flags that would be without effect, and for checksums that cannot be right."""
+    wikitext = built_in in ("full", "small")
+    if args.mirror and not wikitext:
+        raise UserError(
+            "--mirror goes with WikiText (--size full or small); name other addresses with --url, a hub's with HF_ENDPOINT"
+        )
+    if args.archive and (args.input or args.url or args.hub or built_in == "local"):
+        raise UserError(
+            "--archive stands for WikiText's zip (--size full or small) or, with --corpus NAME, for one of your own"
+        )
+    if args.sha256 and not args.url:
+        raise UserError("--sha256 belongs to --url")
+    if args.sha256 and len(args.sha256) != len(args.url):
+        raise UserError(f"--sha256 has {len(args.sha256)} values for {len(args.url)} addresses; give one for each --url")
+    wrong = next((value for value in args.sha256 or () if not re.fullmatch("[0-9a-fA-F]{64}", value)), None)
+    if wrong:
+        raise UserError(f"--sha256 {wrong} is no sha256 (64 hexadecimal digits)")
+
+
+def recorded_source(config: Config) -> "Source":
+    """The source of a corpus that exists already, from its manifest."""
+    import sources
+    from corpus import manifest_path
+
+    path = manifest_path(config)
+    if not path.exists():
+        known = ", ".join([*SIZE_OF_CORPUS, "sydsgpt"])
+        missing = f"there is no corpus {config.run.corpus!r} yet (built in: {known})"
+        raise UserError(f"{missing}; name its files with --input, --url, --hub or --archive")
+    recorded = read_json(path, config.command("download_data.py", "--input", "PATH")).get("source", {})
+    match recorded:
+        case {"kind": "input", "paths": paths}:
+            return sources.Input(tuple(map(Path, paths)), (Path(config.run.data_dir), Path(config.run.checkpoint_dir)))
+        case {"kind": "url", "urls": urls, "sha256": checksums}:
+            return sources.Addresses(tuple(urls), tuple(checksums))
+        case {"kind": "archive", "path": archive}:
+            return sources.Archive(Path(archive))
+        case {"kind": "hub", "sets": sets}:
+            return sources.Hub(tuple(sources.HubSet(**hub_set) for hub_set in sets))
+    raise UserError(f"{path} does not say where the corpus came from; name its files with --input, --url, --hub or --archive")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is there already
+
+
+def verified_manifest(config: Config, source: "Source") -> dict[str, Any] | None:
+    """The manifest of a corpus that is complete and unharmed and is what is asked for; None, after saying why, otherwise."""
+    from corpus import manifest_path
+
+    path = manifest_path(config)
+    if not path.exists():
+        return None
+    try:
+        manifest = read_json(path, "")
+        reasons = [*differences(config, source, manifest), *damage(config, manifest)]
+    except (UserError, KeyError, TypeError) as error:
+        reasons = [f"{path} cannot be used ({error})"]
+    for reason in reasons:
+        print(reason, flush=True)
+    return None if reasons else manifest
+
+
+def differences(config: Config, source: "Source", manifest: dict[str, Any]) -> list[str]:
+    """Where a manifest is not about what is asked for now."""
+    import sources
+
+    reasons = []
+    if not source.made(manifest["source"]):
+        reasons.append(f"corpus {config.run.corpus} came from somewhere else; it will be replaced")
+    settings = dataclasses.asdict(config.data)
+    changed = [name for name in settings if manifest["settings"].get(name) != settings[name]]
+    if changed:
+        reasons.append(f"changed settings: {', '.join(changed)}; taking stock again")
+    if isinstance(source, sources.Input) and not reasons:
+        before, now = {f["path"] for f in manifest["files"]}, {f.path for f in source.list_files()}
+        reasons += [f"new file: {path}" for path in sorted(now - before)] + [f"gone: {path}" for path in sorted(before - now)]
+    return reasons
+
+
+def damage(config: Config, manifest: dict[str, Any]) -> list[str]:
+    """Files that are missing, truncated or changed, after hashing all of them."""
+    from common import Progress
+    from fetch import describe_damage
+
+    reasons = []
+    files = manifest["files"]
+    with Progress(sum(f["bytes"] for f in files), "verifying", "B", scale=True) as progress:
+        for file in files:
+            path = config.raw_dir / file["path"]
+            problem = describe_damage(path, file["bytes"], file["sha256"])
+            if problem:
+                reasons.append(f"{path} {problem}")
+            progress.update(file["bytes"], path.name)
+    return reasons
+
+
+def bring(config: Config, source: "Source") -> dict[str, Any]:
+    """Lets the source bring its files and takes stock of them."""
+    from corpus import build_manifest
+
+    config.raw_dir.mkdir(parents=True, exist_ok=True)
+    files = source.collect(config.raw_dir)
+    return build_manifest(config, source.describe(), files)
+
+
+def print_summary(config: Config, manifest: dict[str, Any]) -> None:
+    files = manifest["files"]
+    for note in manifest.get("notes", []):
+        print(note)
+    for file in files[:10]:
+        print(f"  {file['path']}: {file['bytes']:,} bytes, {file['documents']:,} documents, split {file['split']}")
+    if len(files) > 10:
+        print(f"  ... and {len(files) - 10:,} more files")
+    documents = ", ".join(f"{split} {n:,}" for split, n in manifest["documents"].items())
+    count = f"{len(files):,} {'file' if len(files) == 1 else 'files'}"
+    print(f"corpus {config.run.corpus} in {config.raw_dir}: {count}, {sum(f['bytes'] for f in files):,} bytes")
+    print(f"documents: {documents}")
+    print(f"fingerprint: {manifest['fingerprint']}")
+    print(f"next: {config.command('train_tokenizer.py')}")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,470 @@
+"""Where a corpus comes from: WikiText's archives, this machine's documentation, the user's files, addresses, a hub.
+
+Each source brings its files into a corpus folder and can do so again: what is there and right is kept, what is missing or
+damaged is brought anew. `describe()` is what the manifest remembers of it.
+"""
+
+import os
+import re
+import stat
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+
+from common import Progress, UserError, atomic_write, require_free_space, sha256_file
+from corpus import KINDS, SourceFile, kind_of
+from docstrings import versions, write_docstrings
+from fetch import describe_damage, download, read_json_pages, require_safe_url, shown_url
+
+HUB_VARIABLE = "HF_ENDPOINT"  # the name that the hub's own tools use for another address of it
+HUB = "https://huggingface.co"
+
+
+class Source:
+    """Brings the files of a corpus into its folder."""
+
+    def describe(self) -> dict[str, Any]:
+        """What the manifest records."""
+        raise NotImplementedError
+
+    def made(self, recorded: dict[str, Any]) -> bool:
+        """Whether a corpus of this record is what this source would bring."""
+        return recorded == self.describe()
+
+    def collect(self, raw_dir: Path) -> list[SourceFile]:
+        """Brings what is missing or damaged; returns all files in reading order. Raises UserError."""
+        raise NotImplementedError
+
+
+def hub_endpoint() -> str:
+    return os.environ.get(HUB_VARIABLE, "").rstrip("/") or HUB
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# WikiText
+
+
+@dataclass(frozen=True)
+class Release:
+    """A published archive, with what is known of it and of its unpacked files (bytes and sha256; None where not known)."""
+
+    archive: str
+    bytes: int
+    sha256: str
+    unpacked_bytes: int  # about
+    mirrors: tuple[str, ...]  # `{hub}` stands for the hub's address
+    files: dict[str, tuple[int | None, str | None]]
+
+
+# Both releases have the same validation and test text.
+_EVALUATION_FILES = {
+    "wiki.valid.raw": (1_146_846, "4cd0f6876d07a413aa911261ff6d363c72d757d47f0fdd6015702014c89cb9c7"),
+    "wiki.test.raw": (1_290_590, "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08"),
+}
+RELEASES = {
+    "full": Release(
+        archive="wikitext-103-raw-v1.zip",
+        bytes=191_984_949,
+        sha256="91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794",
+        unpacked_bytes=550_000_000,
+        mirrors=(
+            "https://wikitext.smerity.com/wikitext-103-raw-v1.zip",
+            "{hub}/datasets/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip",
+        ),
+        files={"wiki.train.raw": (None, None), **_EVALUATION_FILES},
+    ),
+    "small": Release(
+        archive="wikitext-2-raw-v1.zip",
+        bytes=4_721_645,
+        sha256="ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11",
+        unpacked_bytes=13_400_000,
+        mirrors=(
+            "https://wikitext.smerity.com/wikitext-2-raw-v1.zip",
+            "{hub}/datasets/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip",
+        ),
+        files={"wiki.train.raw": (10_940_747, None), **_EVALUATION_FILES},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class WikiText(Source):
+    """One of the two releases, fetched from a mirror or taken from a file; the pinned checksum holds for either."""
+
+    size: str
+    mirror: str | None = None
+    archive: Path | None = None
+
+    def describe(self) -> dict[str, Any]:
+        release = RELEASES[self.size]
+        return {"kind": "wikitext", "archive": release.archive, "bytes": release.bytes, "sha256": release.sha256}
+
+    def collect(self, raw_dir: Path) -> list[SourceFile]:
+        release = RELEASES[self.size]
+        unpack(self._archive(raw_dir), raw_dir)
+        for name, (size, sha256) in release.files.items():
+            problem = describe_damage(raw_dir / name, size, sha256)
+            if problem:
+                raise UserError(
+                    f"{raw_dir / name}, out of {release.archive}, {problem}; report this, the archive itself is right"
+                )
+        return [SourceFile.of(name) for name in release.files]
+
+    def _archive(self, raw_dir: Path) -> Path:
+        release = RELEASES[self.size]
+        if self.archive is not None:
+            problem = describe_damage(self.archive, release.bytes, release.sha256)
+            if problem:
+                raise UserError(f"{self.archive} is not {release.archive}: it {problem}; hand in the published archive")
+            return self.archive
+        target = raw_dir / release.archive
+        missing = 0 if target.exists() else release.bytes
+        require_free_space(raw_dir, missing + release.unpacked_bytes, f"{release.archive} with its content")
+        hint = (
+            "check the connection or the proxy, name another address with --mirror URL, or hand in the file with --archive FILE"
+        )
+        download(self._addresses(release), target, bytes=release.bytes, sha256=release.sha256, hint=hint)
+        return target
+
+    def _addresses(self, release: Release) -> list[str]:
+        own = []
+        if self.mirror is not None:
+            own = [self.mirror if self.mirror.endswith(".zip") else f"{self.mirror.rstrip('/')}/{release.archive}"]
+        return own + [mirror.replace("{hub}", hub_endpoint()) for mirror in release.mirrors]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# This machine's documentation
+
+
+@dataclass(frozen=True)
+class Local(Source):
+    """Docstrings of the standard library, NumPy and PyTorch: no network."""
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "local", "versions": versions()}
+
+    def made(self, recorded: dict[str, Any]) -> bool:
+        """A corpus stays what it is when Python or a package is updated; to follow, its folder has to be removed."""
+        if recorded.get("kind") != "local":
+            return False
+        before = recorded.get("versions", {})
+        changed = [f"{name} {before.get(name, 'none')} -> {now}" for name, now in versions().items() if before.get(name) != now]
+        if changed:
+            print(
+                f"made from other versions than installed now ({', '.join(changed)}); remove the corpus folder to make it anew"
+            )
+        return True
+
+    def collect(self, raw_dir: Path) -> list[SourceFile]:
+        path = raw_dir / "docstrings.raw"
+        print(f"{path.name}: {write_docstrings(path):,} articles written", flush=True)
+        return [SourceFile.of(path.name)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The user's own files
+
+
+@dataclass(frozen=True)
+class Input(Source):
+    """Files and folders of the user, read where they lie. `not_in`: folders of ours, which may lie inside theirs."""
+
+    paths: tuple[Path, ...]
+    not_in: tuple[Path, ...] = ()
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "input", "paths": [str(path.absolute()) for path in self.paths]}
+
+    def collect(self, raw_dir: Path) -> list[SourceFile]:
+        raw_dir.mkdir(parents=True, exist_ok=True)
+        return self.list_files(report=True)
+
+    def list_files(self, report: bool = False) -> list[SourceFile]:
+        """Every file once, in the order given and sorted within a folder. Raises UserError where there is none."""
+        found: dict[str, SourceFile] = {}
+        skipped: list[str] = []
+        for path in self.paths:
+            for file in self._files_of(path.absolute()):
+                if path.is_dir() and kind_of(file) is None:
+                    skipped.append(str(file))
+                else:
+                    found.setdefault(os.path.realpath(file), SourceFile.of(file))
+        if not found:
+            where = ", ".join(str(path) for path in self.paths)
+            raise UserError(f"{where} holds no file that can be read ({describe_skipped(skipped)}); kinds: {', '.join(KINDS)}")
+        if skipped and report:
+            print(describe_skipped(skipped), flush=True)
+        return list(found.values())
+
+    def _files_of(self, path: Path) -> Iterator[Path]:
+        if path.suffix.lower() == ".zip" and path.is_file():
+            raise UserError(f"{path} is an archive; unpack it, or use: --archive {path} --corpus NAME")
+        if path.is_file():
+            yield path
+        elif path.is_dir():
+            yield from self._files_below(path, set())
+        else:
+            raise UserError(f"{path} does not exist; check the path given to --input")
+
+    def _files_below(self, folder: Path, above: set[str]) -> Iterator[Path]:
+        """Sorted, without hidden entries; links are followed, but not in circles."""
+        real = os.path.realpath(folder)
+        if real in above or real in {os.path.realpath(other) for other in self.not_in}:
+            return
+        for path in sorted(folder.iterdir(), key=lambda p: p.name):
+            if path.name.startswith("."):
+                continue
+            if path.is_dir():
+                yield from self._files_below(path, above | {real})
+            elif path.is_file():
+                yield path
+
+
+def describe_skipped(names: Sequence[str]) -> str:
+    """`skipped 3 files of other kinds: .png 2 (a.png, b.png), .pdf 1 (c.pdf)`."""
+    if not names:
+        return "skipped nothing"
+    kinds = Counter(Path(name).suffix.lower() or "no ending" for name in names)
+    parts = []
+    for kind, n in kinds.most_common(5):
+        examples = [Path(name).name for name in names if (Path(name).suffix.lower() or "no ending") == kind]
+        parts.append(f"{kind} {n:,} ({', '.join(examples[:3])}{', ...' if n > 3 else ''})")
+    more = f", and {len(kinds) - 5} more kinds" if len(kinds) > 5 else ""
+    return f"skipped {len(names):,} {'file' if len(names) == 1 else 'files'} of other kinds: {', '.join(parts)}{more}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Addresses and archives
+
+
+@dataclass(frozen=True)
+class Addresses(Source):
+    """Files of the known kinds, or zips of them, behind addresses of the user's."""
+
+    urls: tuple[str, ...]
+    sha256: tuple[str, ...] = ()  # one for each address, or none
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "url", "urls": [shown_url(url) for url in self.urls], "sha256": [h.lower() for h in self.sha256]}
+
+    def made(self, recorded: dict[str, Any]) -> bool:
+        """Checksums that were given then need not be given again."""
+        mine = self.describe()
+        return recorded == mine or (not self.sha256 and {**recorded, "sha256": []} == mine)
+
+    def collect(self, raw_dir: Path) -> list[SourceFile]:
+        files: list[SourceFile] = []
+        for url, name, sha256 in zip(self.urls, self._names(), self.sha256 or [None] * len(self.urls), strict=True):
+            target = raw_dir / name
+            download([url], target, sha256=sha256)
+            if sha256 is None:
+                print(f"{name}: {target.stat().st_size:,} bytes, sha256 {sha256_file(target)} (not checked: no --sha256 given)")
+            paths = unpack(target, raw_dir / target.stem) if target.suffix.lower() == ".zip" else [target]
+            files += [SourceFile.of(path.relative_to(raw_dir)) for path in paths]
+        return files
+
+    def _names(self) -> list[str]:
+        """A file name for each address, from its last part. Raises UserError where that is of no known kind."""
+        names: list[str] = []
+        for url in self.urls:
+            require_safe_url(url)
+            name = re.sub(r"[^\w.+-]", "_", unquote(urlsplit(url).path).rpartition("/")[2]).lstrip(".")
+            if kind_of(name) is None and not name.lower().endswith(".zip"):
+                raise UserError(f"{shown_url(url)} does not end in the name of a known kind: .zip, {', '.join(KINDS)}")
+            taken = {other.lower() for other in names}
+            names.append(f"{len(names) + 1}-{name}" if name.lower() in taken else name)
+        return names
+
+
+@dataclass(frozen=True)
+class Archive(Source):
+    """A zip of the user's own."""
+
+    path: Path
+
+    def describe(self) -> dict[str, Any]:
+        sha256 = sha256_file(self.path) if self.path.is_file() else None
+        return {"kind": "archive", "path": str(self.path.absolute()), "sha256": sha256}
+
+    def made(self, recorded: dict[str, Any]) -> bool:
+        """A corpus outlives the archive it was unpacked from."""
+        mine = self.describe()
+        return recorded == mine or (mine["sha256"] is None and recorded.get("path") == mine["path"])
+
+    def collect(self, raw_dir: Path) -> list[SourceFile]:
+        if not self.path.is_file():
+            raise UserError(f"{self.path} does not exist; check the path given to --archive")
+        paths = unpack(self.path, raw_dir / self.path.stem)
+        return [SourceFile.of(path.relative_to(raw_dir)) for path in paths]
+
+
+def unpack(archive: Path, folder: Path) -> list[Path]:
+    """Unpacks the files of known kinds, sorted by name, without the folder that holds them all.
+
+    Raises UserError for a damaged or encrypted archive, for one with a member that would land outside of `folder` (nothing
+    is written then), and for one without any file to read.
+    """
+    try:
+        with zipfile.ZipFile(archive) as file:
+            members = _members(file, archive)
+            require_free_space(folder, sum(info.file_size for info, _ in members), f"unpacking {archive.name}")
+            return _extract(file, members, folder)
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+        raise UserError(f"{archive} is no readable zip archive ({error}); fetch it again or unpack it by hand") from None
+
+
+def _members(file: zipfile.ZipFile, archive: Path) -> list[tuple[zipfile.ZipInfo, PurePosixPath]]:
+    """(member, its path below the target folder) of every file to unpack."""
+    placed = [(info, _safe_path(info, archive)) for info in file.infolist() if not info.is_dir()]
+    placed = [(info, path) for info, path in placed if not any(p.startswith((".", "__MACOSX")) for p in path.parts)]
+    skipped = [str(path) for _, path in placed if kind_of(path) is None]
+    placed = sorted(((info, path) for info, path in placed if kind_of(path)), key=lambda pair: pair[1].as_posix())
+    if skipped:
+        print(f"{archive.name}: {describe_skipped(skipped)}", flush=True)
+    if not placed:
+        raise UserError(f"{archive} holds no file that can be read; kinds: {', '.join(KINDS)}")
+    if any(info.flag_bits & 1 for info, _ in placed):
+        raise UserError(f"{archive} is encrypted; unpack it by hand and give the files with --input")
+    while len({path.parts[0] for _, path in placed}) == 1 and all(len(path.parts) > 1 for _, path in placed):
+        placed = [(info, PurePosixPath(*path.parts[1:])) for info, path in placed]
+    names = Counter(path.as_posix().lower() for _, path in placed)
+    twice = next((path for _, path in placed if names[path.as_posix().lower()] > 1), None)
+    if twice is not None:
+        raise UserError(f"{archive} holds {twice} twice (capitals aside); unpack it by hand and give the files with --input")
+    return placed
+
+
+def _safe_path(info: zipfile.ZipInfo, archive: Path) -> PurePosixPath:
+    """A member's path; raises UserError where it is absolute, climbs out of its folder or is a link."""
+    name = info.filename.replace("\\", "/")
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    is_link = stat.S_ISLNK(info.external_attr >> 16)
+    if name.startswith("/") or ".." in parts or not parts or re.match("[A-Za-z]:", name) or is_link:
+        raise UserError(f"{archive} is refused: its member {info.filename!r} would land outside of the corpus folder")
+    return PurePosixPath(*parts)
+
+
+def _extract(file: zipfile.ZipFile, members: list[tuple[zipfile.ZipInfo, PurePosixPath]], folder: Path) -> list[Path]:
+    """Each member's bytes are checked against the archive's CRC-32 before the file gets its name."""
+    paths = []
+    total = sum(info.file_size for info, _ in members)
+    with Progress(total, "unpacking", "B", scale=True) as progress:
+        for info, relative in members:
+            path = folder / relative
+            with file.open(info) as member, atomic_write(path) as target:
+                while chunk := member.read(1 << 20):
+                    target.write(chunk)
+                    progress.update(len(chunk), relative.name)
+            paths.append(path)
+    return paths
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A hub
+
+
+@dataclass(frozen=True)
+class HubSet:
+    """The data files below one folder of a hub data set."""
+
+    name: str  # what the manifest calls the source
+    repository: str
+    folder: str = ""
+    revision: str = "main"
+
+    @classmethod
+    def parse(cls, text: str) -> "HubSet":
+        """From `[NAME=]OWNER/SET[@REVISION][:FOLDER]`. Raises UserError."""
+        pattern = r"(?:(?P<name>[\w.-]+)=)?(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^:]+))?(?::(?P<folder>.+))?"
+        match = re.fullmatch(pattern, text)
+        if match is None:
+            raise UserError(
+                f"--hub {text}: expected [NAME=]OWNER/SET[@REVISION][:FOLDER], as in wiki=wikimedia/wikipedia:20231101.en"
+            )
+        name = match["name"] or match["repository"].rpartition("/")[2]
+        return cls(name, match["repository"], (match["folder"] or "").strip("/"), match["revision"] or "main")
+
+
+# The corpus of the published 163,823,616-parameter run.
+SYDSGPT = (
+    HubSet("fineweb", "HuggingFaceFW/fineweb", "sample/10BT"),
+    HubSet("wikipedia", "wikimedia/wikipedia", "20231101.en"),
+    HubSet("arxiv", "timaeus/pile-arxiv"),
+)
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a hub data set, with what the hub says of it."""
+
+    url: str
+    path: str  # relative to raw/
+    source: str
+    bytes: int
+    sha256: str | None  # known of large files (LFS), which data files are
+
+
+@dataclass(frozen=True)
+class Hub(Source):
+    """Parquet (or .jsonl, .jsonl.gz) files of hub data sets, each checked against the hub's own sha256."""
+
+    sets: tuple[HubSet, ...]
+
+    def describe(self) -> dict[str, Any]:
+        sets = [{"name": s.name, "repository": s.repository, "revision": s.revision, "folder": s.folder} for s in self.sets]
+        return {"kind": "hub", "sets": sets}
+
+    def collect(self, raw_dir: Path) -> list[SourceFile]:
+        files = [file for hub_set in self.sets for file in list_hub_files(hub_set)]
+        missing = sum(file.bytes for file in files if not (raw_dir / file.path).exists())
+        total = sum(file.bytes for file in files)
+        print(f"{len(files):,} files, {total / 1e9:,.2f} GB, of which {missing / 1e9:,.2f} GB are not here yet", flush=True)
+        require_free_space(raw_dir, missing, "the data set")
+        for i, file in enumerate(files):
+            print(f"{i + 1} of {len(files)}: {file.path} ({file.bytes / 1e6:,.1f} MB)", flush=True)
+            download([file.url], raw_dir / file.path, bytes=file.bytes, sha256=file.sha256, hint=_hub_hint())
+        return [SourceFile(path=file.path, kind=kind_of(file.path), source=file.source) for file in files]
+
+
+def _hub_hint() -> str:
+    return f"check the connection or the proxy, or set {HUB_VARIABLE} to another address of the hub; finished files are kept"
+
+
+def list_hub_files(hub_set: HubSet) -> list[HubFile]:
+    """The data files of a set, sorted by path, from the hub's tree API (https://huggingface.co/docs/hub/api).
+
+    Raises UserError where the hub cannot be read or has no such files.
+    """
+    root = f"{hub_endpoint()}/api/datasets/{hub_set.repository}/tree/{quote(hub_set.revision, safe='')}"
+    url = f"{root}/{quote(hub_set.folder)}?recursive=true" if hub_set.folder else f"{root}?recursive=true"
+    require_safe_url(url)
+    found = {}
+    for page in read_json_pages(url, _hub_hint()):
+        if not isinstance(page, list):
+            raise UserError(f"{url} answers with something that is no list of files; {_hub_hint()}")
+        for entry in page:
+            if entry.get("type") == "file" and kind_of(entry["path"]) in ("parquet", "jsonl"):
+                found[entry["path"]] = _hub_file(hub_set, entry)
+    if not found:
+        raise UserError(
+            f"{hub_set.repository} has no .parquet or .jsonl files below {hub_set.folder or 'its root'!r}; check --hub"
+        )
+    return [found[path] for path in sorted(found)]
+
+
+def _hub_file(hub_set: HubSet, entry: dict[str, Any]) -> HubFile:
+    path = PurePosixPath(entry["path"])
+    inner = path.relative_to(hub_set.folder) if hub_set.folder else path
+    if path.is_absolute() or ".." in path.parts or "\\" in entry["path"]:
+        raise UserError(f"{hub_set.repository} is refused: its file {entry['path']!r} would land outside of the corpus folder")
+    revision = quote(hub_set.revision, safe="")
+    url = f"{hub_endpoint()}/datasets/{hub_set.repository}/resolve/{revision}/{quote(entry['path'])}"
+    large = entry.get("lfs") or {}
+    place = PurePosixPath(hub_set.name, inner).as_posix()
+    return HubFile(url, place, hub_set.name, large.get("size", entry["size"]), large.get("oid"))
