@@ -198,25 +198,28 @@ def generate(
 # Text
 
 
-def until_stop(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
-    """Passes text on until one of the `stops` appears (it is not passed on), however it is spread over the pieces.
+class StopFilter:
+    """Passes text on until one of `stops` appears, however it is spread over the pieces; `hit` tells that one did.
 
-    Text that may be the beginning of a stop is held back until it is clear. `["a<", "b<", "/b>c"]` with stop `</b>` gives
-    "a", "<b".
+    Text that may be the beginning of a stop is held back until that is clear: with the stop `</b>`, the pieces "a<", "b<",
+    "/b>c" come out as "a", "<b", "".
     """
-    held = ""
-    for piece in pieces:
-        held += piece
-        found = [at for at in (held.find(stop) for stop in stops) if at >= 0]
-        if found:
-            yield held[: min(found)]
-            return
-        keep = _possible_beginning(held, stops)
-        if len(held) > keep:
-            yield held[: len(held) - keep]
-            held = held[len(held) - keep :]
-    if held:
-        yield held
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops, self.held, self.hit = stops, "", False
+
+    def push(self, piece: str) -> str:
+        self.held += piece
+        found = [at for at in map(self.held.find, self.stops) if at >= 0]
+        self.hit = bool(found)
+        ready = min(found) if found else len(self.held) - _possible_beginning(self.held, self.stops)
+        text, self.held = self.held[:ready], self.held[ready:]
+        return text
+
+    def flush(self) -> str:
+        """What is still held back, once no more text comes."""
+        text, self.held = self.held, ""
+        return text
 
 
 def _possible_beginning(text: str, stops: Sequence[str]) -> int:

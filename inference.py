@@ -1,0 +1,178 @@
+"""Opening a trained model for use, and the fast decoding path on CPUs.
+
+Writing a token reads every weight once, so its speed is the bytes of the weights over the memory's bandwidth. Weights can be
+kept in 16 or 8 bits; what is multiplied stays fp32 with float16 weights, which are then both faster and closer to fp32
+than bf16 throughout, and is rounded to 8 bits a row with int8.
+"""
+
+import dataclasses
+import warnings
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from checkpoint import LoadedModel, find_checkpoint, load_checkpoint, load_model, load_weights, stored_config
+from common import UserError
+from config import Config, ModelConfig
+from hf_gpt2 import from_hf_state, is_hf_folder, load_hf_folder, read_hf_config, read_hf_state, read_hf_tokenizer
+from model import GPT
+from sampling import CachedDecoder, Decoder, UncachedDecoder
+from tokenizer import BPETokenizer
+
+
+def open_model(config: Config, explicit: str | None) -> tuple[LoadedModel, str]:
+    """The model to use and a name for it: a Hugging Face folder, a checkpoint file or run folder, else the run's best.
+
+    Raises UserError where there is none.
+    """
+    if explicit is not None and is_hf_folder(Path(explicit)):
+        return load_hf_folder(Path(explicit), config.compute), explicit
+    path = find_checkpoint(config, explicit)
+    loaded = load_model(path, config.compute)
+    return loaded, f"{path} (step {loaded.checkpoint['iter']:,})"
+
+
+def open_decoder(
+    config: Config, explicit: str | None, *, quantize: str = "none", use_cache: bool = True
+) -> tuple[Decoder, BPETokenizer, str]:
+    """A decoder at the best speed of its device, the tokenizer, and one line that says what they are."""
+    loaded, name = open_model(config, explicit)
+    model, weights = prepare(loaded, config.compute.dtype, quantize)
+    decoder = CachedDecoder(model) if use_cache else UncachedDecoder(model)
+    where = loaded.device.device
+    threads = f" ({torch.get_num_threads()} threads)" if where.type == "cpu" else ""
+    return (
+        decoder,
+        loaded.tokenizer,
+        f"{name}: {loaded.config.model.num_params:,} parameters, {weights} weights, {where}{threads}",
+    )
+
+
+def prepare(loaded: LoadedModel, dtype: str, quantize: str = "none") -> tuple[GPT, str]:
+    """Changes the model's weights, in place, to the type that is fastest here, or asked for; returns it and that type."""
+    model, device = loaded.model, loaded.device
+    if quantize == "int8":
+        if device.device.type != "cpu":
+            raise UserError(f"--quantize int8 is for CPUs, the device is {device.device}; leave it out or add --device cpu")
+        return replace_linears(model, Int8Linear), "int8"
+    if device.device.type == "cpu" and has_fbgemm() and dtype in ("auto", "float16"):
+        return replace_linears(model, Float16Linear), "float16"
+    if device.device.type == "cpu" and device.dtype == torch.float16:
+        raise UserError("--dtype float16 is slow on this CPU; use --dtype bfloat16 or float32")
+    return model.to(device.dtype), str(device.dtype).removeprefix("torch.")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Linear layers with small weights
+
+
+def has_fbgemm() -> bool:
+    """Whether torch has FBGEMM's matrix products, which are made for few rows: x86 CPUs with AVX2."""
+    return "fbgemm" in torch.backends.quantized.supported_engines
+
+
+class Float16Linear(nn.Module):
+    """y = x W^T + b with W in fp16, x and the sums in fp32."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        bias = None if linear.bias is None else linear.bias.detach().float()
+        self.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach().float(), bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
+
+
+class Int8Linear(nn.Module):
+    """y = x W^T + b with W in int8, one scale an output channel.
+
+    With FBGEMM x is rounded to 8 bits as well, each row (token) with a scale of its own, so that neither the tokens of a context
+    nor texts drawn side by side touch each other; elsewhere x is bf16 for one row and fp32 for several.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.bias = None if linear.bias is None else linear.bias.detach().float()
+        weight = linear.weight.detach().float()
+        scale = weight.abs().amax(dim=1).clamp(min=1e-12) / 127  # (out,)
+        rounded = (weight / scale[:, None]).round().to(torch.int8)  # (out, in), -127 to 127
+        self.packed = _pack_int8(rounded, scale) if has_fbgemm() else None
+        self.weight, self.scale = (None, None) if has_fbgemm() else (rounded, scale)
+        # Without VNNI, products of two full 8-bit numbers are added in saturating 16-bit sums: x gets 7 bits there.
+        self.reduce_range = not torch.cpu._is_vnni_supported()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self._plain_product(x) if self.packed is None else self._packed_product(x)
+        return y if self.bias is None else y + self.bias
+
+    def _packed_product(self, x: Tensor) -> Tensor:
+        if x.numel() == x.size(-1):
+            return torch.ops.quantized.linear_dynamic(x, self.packed, self.reduce_range)
+        # The kernel has one scale for all of x. Rows divided by their largest value share it without loss.
+        peak = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-30)
+        return torch.ops.quantized.linear_dynamic(x / peak, self.packed, self.reduce_range) * peak
+
+    def _plain_product(self, x: Tensor) -> Tensor:
+        if x.numel() > x.size(-1):
+            return F.linear(x, self.weight.to(x.dtype) * self.scale[:, None])
+        y = torch._weight_int8pack_mm(x.view(1, -1).bfloat16(), self.weight, self.scale.bfloat16())
+        return y.view(*x.shape[:-1], -1).float()
+
+
+def _pack_int8(weight: Tensor, scale: Tensor) -> torch.ScriptObject:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls its quantized tensors old; this matrix product has no newer home
+        zeros = torch.zeros(len(scale), dtype=torch.long)
+        quantized = torch._make_per_channel_quantized_tensor(weight, scale.double(), zeros, 0)
+        return torch.ops.quantized.linear_prepack(quantized, None)
+
+
+def replace_linears(model: GPT, kind: type[nn.Module]) -> GPT:
+    """Puts a `kind` in place of every linear layer; the embeddings, and with them a tied matrix's rows, stay fp32."""
+    torch.backends.quantized.engine = "fbgemm" if has_fbgemm() else torch.backends.quantized.engine
+    for name, linear in [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, kind(linear))
+    return model
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Weights to start training from
+
+
+def initial_model_config(path: Path, config: Config) -> ModelConfig:
+    """The model settings that `--init-from path` brings: those of the file, with the dropout of `config`."""
+    stored = read_hf_config(path) if is_hf_folder(path) else _stored(path, config)[1].model
+    return dataclasses.replace(stored, dropout=config.model.dropout)
+
+
+def load_initial_weights(model: GPT, path: Path, config: Config, tokenizer: BPETokenizer) -> str:
+    """Copies the weights of a checkpoint of ours or a Hugging Face GPT-2 folder into `model`; returns a line that says so.
+
+    Of learned positions, the first `block_size` are taken. Raises UserError where the vocabulary is not that of `tokenizer`, or
+    the shapes differ.
+    """
+    if is_hf_folder(path):
+        source = read_hf_config(path)
+        theirs = read_hf_tokenizer(path, source.vocab_size)
+        state = from_hf_state(read_hf_state(path), source)
+    else:
+        checkpoint, stored = _stored(path, config)
+        theirs, state = BPETokenizer.from_json(checkpoint["config"]["tokenizer"]), checkpoint["model"]
+        source = stored.model
+    if theirs.sha256 != tokenizer.sha256:
+        other = f"another vocabulary ({theirs.vocab_size:,} tokens, kind {theirs.kind}) than {config.tokenizer_path}"
+        raise UserError(f"{path} was trained with {other}; prepare the corpus with that one, or leave --init-from out")
+    if source.position == "learned" and source.block_size > model.config.block_size:
+        state["transformer.wpe.weight"] = state["transformer.wpe.weight"][: model.config.block_size]
+    load_weights(model, state, path)
+    return f"weights from {path}, optimizer fresh"
+
+
+def _stored(path: Path, config: Config) -> tuple[dict, Config]:
+    file = find_checkpoint(config, str(path))
+    checkpoint = load_checkpoint(file)
+    return checkpoint, stored_config(file, checkpoint)
