@@ -100,9 +100,18 @@ class DataConfig(_Section):
         "bytes that are not UTF-8: stop and name the place, or replace and count",
         choices=("strict", "replace"),
     )
+    split_unit: str = setting(
+        "document",
+        "what a split is made of: whole documents, or chunks of block_size tokens (documents then straddle the splits)",
+        choices=("document", "chunk"),
+    )
+    shuffle_seed: int = setting(-1, "order blocks, and the documents in each, by a hash with this seed (-1: as they lie)")
+    keep_fraction: float = setting(1.0, "share of the documents that is kept, drawn by hash")
 
     def check(self) -> None:
         _require_fraction(self, "val_fraction", "test_fraction")
+        _require(-1 <= self.shuffle_seed < 2**63, "shuffle_seed", self.shuffle_seed, "from -1 to 2**63 - 1")
+        _require(0.0 < self.keep_fraction <= 1.0, "keep_fraction", self.keep_fraction, "above 0 and at most 1")
         total = self.val_fraction + self.test_fraction
         _require(total < 1.0, "val_fraction + test_fraction", total, "below 1")
         _require(self.text_field != "", "text_field", self.text_field, "a field name")
@@ -450,6 +459,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     # The published 163,823,616-parameter run: 2 * 64 * 2,048 = 262,144 tokens a step, one pass.
     "sydsgpt": {
         "corpus": "sydsgpt",
+        "shuffle_seed": 42,
+        "keep_fraction": 0.5,
         "tokenizer_kind": "gpt2",
         "vocab_size": GPT2_VOCAB_SIZE,
         "n_layer": 12,
