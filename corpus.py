@@ -9,7 +9,9 @@ per file; CRLF becomes LF; a lone surrogate (from JSON) becomes U+FFFD; a docume
 NUL and control characters included, is kept as it is.
 """
 
+import contextlib
 import dataclasses
+import functools
 import gzip
 import hashlib
 import heapq
@@ -17,7 +19,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -76,6 +78,7 @@ class Part:
 
 
 Block = tuple[Part, ...]
+Unit = Callable[[], Iterator[Part]]
 
 
 @dataclass
@@ -96,6 +99,10 @@ def kind_of(path: str | Path) -> str | None:
 def document_hash(text: str) -> int:
     """The first 8 bytes of sha256 over the UTF-8 text: what decides a document's split."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big")
+
+
+def _digest(seed: int, text: str) -> bytes:
+    return hashlib.sha256(f"{seed}/{text}".encode()).digest()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -135,24 +142,49 @@ class Corpus:
         """All blocks in their fixed order, or those that may hold documents of `split`."""
         gathered: list[Part] = []
         size = 0
-        for i, file in enumerate(self.files):
-            if split is None or file.split in ("hash", split):
-                for part in self._parts(i):
-                    gathered.append(part)
-                    size += part.end - part.start
-                    if size >= BLOCK_BYTES // 2:
-                        yield tuple(gathered)
-                        gathered, size = [], 0
+        for part in self._parts(split):
+            if gathered and (size >= BLOCK_BYTES // 2 or self._kin(gathered[0]) != self._kin(part)):
+                yield tuple(gathered)
+                gathered, size = [], 0
+            gathered.append(part)
+            size += part.end - part.start
         if gathered:
             yield tuple(gathered)
 
-    def _parts(self, i: int) -> Iterator[Part]:
+    def _kin(self, part: Part) -> tuple[str, str]:
+        """Parts of one block agree in this."""
+        return self.files[part.file].source, self.files[part.file].split
+
+    def source_of(self, block: Block) -> str:
+        """Which part of a mixed corpus a block belongs to, "" where there are none."""
+        return self.files[block[0].file].source
+
+    def _parts(self, split: str | None) -> Iterator[Part]:
+        wanted = (i for i, file in enumerate(self.files) if split is None or file.split in ("hash", split))
+        for source, indices in itertools.groupby(wanted, lambda i: self.files[i].source):
+            units = (unit for i in indices for unit in self._units(i))
+            for unit in units if self.settings.shuffle_seed < 0 else self._shuffled(list(units), source):
+                yield from unit()
+
+    def _shuffled(self, units: list[Unit], source: str) -> list[Unit]:
+        """Byte ranges and row groups in a seeded order; `read` then shuffles within a block, so memory stays that of one.
+
+        By hash, not by a library's generator, so that the order never changes with a version.
+        """
+        seed = self.settings.shuffle_seed
+        order = sorted(range(len(units)), key=lambda n: _digest(seed, f"{source}/{n}"))
+        return [units[n] for n in order]
+
+    def _units(self, i: int) -> Iterator[Unit]:
+        """What a file can be entered at: its byte ranges or row groups, or the whole of a compressed file."""
         path, kind = self.paths[i], self.files[i].kind
         if kind == "parquet":
-            return _parquet_parts(i, path, self.settings.text_field)
-        if path.suffix.lower() == ".gz":
-            return _gzip_parts(i, path)
-        return _range_parts(i, path, self._boundary(kind))
+            yield from _parquet_units(i, path, self.settings.text_field)
+        elif path.suffix.lower() == ".gz":
+            yield functools.partial(_gzip_parts, i, path)
+        else:
+            for part in _range_parts(i, path, self._boundary(kind)):
+                yield functools.partial(iter, (part,))
 
     def _boundary(self, kind: str) -> re.Pattern[bytes] | None:
         """Where a file may be cut: at the start of the match's last group, which opens a document. None: nowhere."""
@@ -173,18 +205,37 @@ class Corpus:
     def read(self, block: Block) -> Documents:
         """The documents of a block. Raises UserError naming file and byte offset where the text cannot be read."""
         documents = Documents()
+        found = []
         for part in block:
-            file = self.files[part.file]
             for text in self._texts(part, documents.counts):
-                if not text or text.isspace():
+                if text and not text.isspace():
+                    found.append((text, part.file))
+                else:
                     documents.counts["empty documents dropped"] += 1
-                    continue
-                split = file.split if file.split != "hash" else self._split_of(text)
-                documents.texts[split].append(text)
-                documents.files[split].append(part.file)
+        for text, file in self._drawn(found, block[0]):
+            split = self.files[file].split
+            split = self._split_of(text) if split == "hash" else split
+            documents.texts[split].append(text)
+            documents.files[split].append(file)
         return documents
 
+    def _drawn(self, found: list[tuple[str, int]], first: Part) -> list[tuple[str, int]]:
+        """The documents of a block that are kept, in their final order; both go by a hash of seed and text.
+
+        Of n documents n * keep_fraction are kept, rounded up or down by a hash of the block's place, so that over many
+        blocks the share is right.
+        """
+        settings = self.settings
+        if settings.shuffle_seed < 0 and settings.keep_fraction == 1.0:
+            return found
+        order = sorted(range(len(found)), key=lambda n: _digest(settings.shuffle_seed, found[n][0]))
+        place = _digest(settings.shuffle_seed, f"{first.file}/{first.start}")
+        kept = order[: int(len(found) * settings.keep_fraction + int.from_bytes(place[:4], "big") / 2**32)]
+        return [found[n] for n in (kept if settings.shuffle_seed >= 0 else sorted(kept))]
+
     def _split_of(self, text: str) -> str:
+        if self.splitting["unit"] == "chunk":
+            return "train"  # the token stream is cut when it is written
         value = document_hash(text)
         if value < self.splitting["val_below"]:
             return "val"
@@ -192,7 +243,7 @@ class Corpus:
 
     def _texts(self, part: Part, counts: Counter) -> Iterator[str]:
         texts = self._whole_texts(part, counts)
-        if self.splitting["unit"] == "document" or self.files[part.file].split != "hash":
+        if self.splitting["unit"] != "piece" or self.files[part.file].split != "hash":
             return texts
         return (piece for text in texts for piece in cut_pieces(text, self.splitting["piece_bytes"]))
 
@@ -384,19 +435,43 @@ def _gzip_parts(i: int, path: Path) -> Iterator[Part]:
         yield Part(i, start, start + len(rest), rest)
 
 
-def _parquet_parts(i: int, path: Path, column: str) -> Iterator[Part]:
-    """Batches of rows, one row group after the other and only the text column; `start` is the first row."""
+def _parquet_units(i: int, path: Path, column: str) -> Iterator[Unit]:
+    """A unit a row group, of which only the text column is read."""
+    _, parquet = _import_pyarrow(path)
+    with _parquet_errors(path), parquet.ParquetFile(path) as file:
+        _require_text_column(path, file.schema_arrow, column)
+        metadata = file.metadata
+    row = 0
+    for group in range(metadata.num_row_groups):
+        yield functools.partial(_row_group_parts, i, path, column, metadata, group, row)
+        row += metadata.row_group(group).num_rows
+
+
+def _row_group_parts(i: int, path: Path, column: str, metadata: Any, group: int, row: int) -> Iterator[Part]:
+    """The rows of a group in batches of about BLOCK_BYTES; `row` is the number of its first."""
     pa, parquet = _import_pyarrow(path)
+    rows = metadata.row_group(group).num_rows
+    size = max(1, BLOCK_BYTES * rows // max(1, _column_size(metadata.row_group(group), column)))
+    with _parquet_errors(path), parquet.ParquetFile(path, metadata=metadata, buffer_size=1 << 20) as file:
+        for batch in file.iter_batches(min(size, max(1, rows)), row_groups=[group], columns=[column], use_threads=False):
+            data, bounds = _column_bytes(pa, batch.column(0))
+            yield Part(i, row, row + len(data), data, bounds)
+            row += len(bounds) - 1
+
+
+def _column_size(group: Any, column: str) -> int:
+    """Uncompressed bytes of a column in a row group."""
+    columns = (group.column(n) for n in range(group.num_columns))
+    return sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] == column)
+
+
+@contextlib.contextmanager
+def _parquet_errors(path: Path) -> Iterator[None]:
+    """Makes damage in a parquet file the user's one-line error."""
+    pa, _ = _import_pyarrow(path)
     try:
-        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
-            _require_text_column(path, file.schema_arrow, column)
-            row = 0
-            for group in range(file.num_row_groups):
-                for batch in file.iter_batches(_rows_per_batch(file, group), row_groups=[group], columns=[column]):
-                    data, bounds = _column_bytes(pa, batch.column(0))
-                    yield Part(i, row, row + len(data), data, bounds)
-                    row += len(bounds) - 1
-    except (pa.ArrowInvalid, pa.ArrowException, OSError) as error:
+        yield
+    except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = " ".join(str(error).split())
@@ -419,12 +494,6 @@ def _require_text_column(path: Path, schema: Any, column: str) -> None:
     kind = str(schema.field(column).type)
     if not any(word in kind for word in ("string", "binary")):
         raise UserError(f"{path}: column {column!r} holds {kind}, not text; name the right one with --text-field")
-
-
-def _rows_per_batch(file: Any, group: int) -> int:
-    """Rows that make about BLOCK_BYTES, by the group's own average."""
-    meta = file.metadata.row_group(group)
-    return max(1, min(meta.num_rows, BLOCK_BYTES * meta.num_rows // max(1, meta.total_byte_size)))
 
 
 def _column_bytes(pa: Any, column: Any) -> tuple[bytes, tuple[int, ...]]:
@@ -493,11 +562,14 @@ def build_manifest(config: Config, source: dict[str, Any], files: Sequence[Sourc
         "source": source,
         "settings": dataclasses.asdict(config.data),
         "policies": POLICIES,
-        "splitting": _by_fraction(config.data),
+        "splitting": _usual_splitting(config),
         "files": entries,
     }
     corpus = Corpus(manifest, config.raw_dir)
     survey = _decide_splitting(corpus)
+    if sum(survey.documents.values()) == 0:
+        read = ", ".join(str(path) for path in corpus.paths[:3]) + (", ..." if len(corpus.paths) > 3 else "")
+        raise UserError(f"no text in {read or 'an empty corpus'}: 0 usable characters; give files that hold some")
     for entry, documents in zip(entries, survey.per_file, strict=True):
         entry["documents"] = documents
     manifest["documents"] = dict(survey.documents)
@@ -574,25 +646,31 @@ class _Survey:
         return sorted((-value, size) for value, size in self._lowest)
 
 
-def _by_fraction(data: DataConfig) -> dict[str, Any]:
-    """The usual rule: hashes are uniform, so the lowest val_fraction of their range is the validation split."""
+def _usual_splitting(config: Config) -> dict[str, Any]:
+    """Hashes are uniform, so the lowest val_fraction of their range is the validation split."""
+    val_below, test_below = _fraction_limits(config.data)
+    splitting: dict[str, Any] = {"unit": config.data.split_unit, "val_below": val_below, "test_below": test_below}
+    if config.data.split_unit == "chunk":
+        splitting["chunk_tokens"] = config.model.block_size
+    return splitting
+
+
+def _fraction_limits(data: DataConfig) -> tuple[int, int]:
     val_below = round(data.val_fraction * 2**64)
-    return {"unit": "document", "val_below": val_below, "test_below": val_below + round(data.test_fraction * 2**64)}
+    return val_below, val_below + round(data.test_fraction * 2**64)
 
 
 def _decide_splitting(corpus: Corpus) -> _Survey:
-    """Fills in corpus.splitting. Returns the survey under the final rule. Raises UserError where there is no text."""
+    """Fills in corpus.splitting. Returns the survey under the final rule."""
+    by_document = corpus.splitting["unit"] == "document"
     whole_files = not corpus.separator and all(f.kind == "text" and f.split == "hash" for f in corpus.files)
-    if whole_files and len(corpus.files) < FEW_DOCUMENTS:
+    if by_document and whole_files and len(corpus.files) < FEW_DOCUMENTS:
         _cut_documents(corpus, corpus.bytes)  # decided before reading: such a file may be larger than memory
     survey = _Survey(corpus)
-    if sum(survey.documents.values()) == 0:
-        read = ", ".join(str(path) for path in corpus.paths[:3]) + (", ..." if len(corpus.paths) > 3 else "")
-        raise UserError(f"no text in {read or 'an empty corpus'}: 0 usable characters; give files that hold some")
-    if 0 < survey.hashed < FEW_DOCUMENTS and corpus.splitting["unit"] == "document":
+    if corpus.splitting["unit"] == "document" and 0 < survey.hashed < FEW_DOCUMENTS:
         _cut_documents(corpus, survey.hashed_bytes)
         survey = _Survey(corpus)
-    if survey.hashed and _too_small(corpus.settings, survey):
+    if by_document and survey.hashed and _too_small(corpus.settings, survey):
         _fill_small_splits(corpus, survey)
         survey = _Survey(corpus)
     return survey
@@ -638,6 +716,12 @@ def _notes(manifest: dict[str, Any]) -> list[str]:
     if splitting["unit"] == "piece":
         size = splitting["piece_bytes"]
         notes.append(f"too few documents for a split: cut at blank lines, then line ends, into pieces of about {size:,} bytes")
-    if splitting["val_below"] != _by_fraction(DataConfig(**settings))["val_below"]:
+    if splitting["unit"] == "chunk":
+        notes.append(
+            f"splits are chunks of {splitting['chunk_tokens']:,} tokens: documents straddle them, so held-out loss is flattered"
+        )
+    if settings["keep_fraction"] < 1:
+        notes.append(f"kept {settings['keep_fraction']:g} of the documents, drawn by hash with seed {settings['shuffle_seed']}")
+    if (splitting["val_below"], splitting["test_below"]) != _fraction_limits(DataConfig(**settings)):
         notes.append("little text: validation and test take a larger share than asked, so that each has some")
     return notes

@@ -1,0 +1,474 @@
+"""Documents into token files: worker processes encode blocks of documents, in order; one process appends, with a journal.
+
+The journal says how much of the unfinished files is good, so a run that was killed continues where it was and ends with the
+same bytes as one that was not. Workers hold one block each, whatever the size of the corpus, and never import torch.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+
+from common import UserError, fsync_dir
+from corpus import SPLITS, Block, Corpus, Documents
+from tokenizer import BPETokenizer
+
+COMMIT_SECONDS = 1.0
+LARGEST_UINT16_VOCAB = 1 << 16
+
+# Whitespace as str.split() knows it: the bytes that are, and (as UTF-8) the characters that take more than one.
+_IS_SPACE = np.zeros(256, bool)
+_IS_SPACE[[9, 10, 11, 12, 13, 28, 29, 30, 31, 32]] = True
+_WIDE_SPACE = re.compile(rb"\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2(?:\x80[\x80-\x8a\xa8\xa9\xaf]|\x81\x9f)|\xe3\x80\x80")
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Little-endian uint16 while every id fits (a vocabulary of 65,536 still does), uint32 above."""
+    return np.dtype("<u2" if vocab_size <= LARGEST_UINT16_VOCAB else "<u4")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One block
+
+
+@dataclass
+class EncodedBlock:
+    """What a worker hands back: per split its tokens, separators included, and what was counted."""
+
+    source: str
+    ids: dict[str, np.ndarray] = field(default_factory=dict)
+    stats: dict[str, dict[str, int]] = field(default_factory=dict)
+    files: dict[str, dict[int, int]] = field(default_factory=dict)  # documents per file
+    counts: Counter = field(default_factory=Counter)
+
+
+class BlockEncoder:
+    """Encodes blocks of one corpus with one tokenizer; a worker process holds one."""
+
+    def __init__(self, corpus: Corpus, tokenizer: BPETokenizer) -> None:
+        self.corpus, self.tokenizer = corpus, tokenizer
+        self.dtype = token_dtype(tokenizer.vocab_size)
+
+    def encode(self, block: Block, dropped: Sequence[int] = (), limits: dict[str, int] | None = None) -> EncodedBlock:
+        """`dropped` are positions of documents to leave out, `limits` the most documents to take per split."""
+        documents = self.corpus.read(block)
+        if len(dropped):
+            documents = without(documents, set(dropped))
+        encoded = EncodedBlock(self.corpus.source_of(block), counts=documents.counts)
+        for split in SPLITS:
+            most = len(documents.texts[split]) if limits is None else limits[split]
+            texts = documents.texts[split][:most]
+            if texts:
+                ids, offsets = self.tokenizer.encode_to_array(texts)
+                encoded.ids[split] = self.with_separators(ids, offsets)
+                encoded.stats[split] = self._measure(texts, ids, offsets)
+                encoded.files[split] = dict(Counter(documents.files[split][:most]))
+        return encoded
+
+    def with_separators(self, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """The documents' ids (N,), document i at offsets[i]:offsets[i + 1], as <BOS> ids <EOS> one after the other.
+
+        With GPT-2's vocabulary a document is followed by one end-of-text. Raises ValueError on an id that does not fit.
+        """
+        tokenizer = self.tokenizer
+        if len(ids) and (ids.min() < 0 or ids.max() >= tokenizer.vocab_size):
+            bad = int(ids.min()) if ids.min() < 0 else int(ids.max())
+            raise ValueError(f"the tokenizer gave id {bad:,}, but its vocabulary has {tokenizer.vocab_size:,} tokens")
+        front = int(tokenizer.kind != "gpt2")  # separators in front of a document
+        n = np.arange(len(offsets) - 1)
+        ends = offsets[1:] + n * (front + 1) + front
+        out = np.empty(len(ids) + len(n) * (front + 1), self.dtype)
+        inside = np.ones(len(out), bool)
+        inside[ends] = False
+        if front:
+            starts = offsets[:-1] + 2 * n
+            inside[starts] = False
+            out[starts] = tokenizer.bos_id
+        out[ends] = tokenizer.eos_id
+        out[inside] = ids
+        return out
+
+    def _measure(self, texts: list[str], ids: np.ndarray, offsets: np.ndarray) -> dict[str, int]:
+        words, source_bytes, collapsed_bytes = measure(texts)
+        separators = 1 if self.tokenizer.kind == "gpt2" else 2
+        unk_id = self.tokenizer.unk_id
+        return {
+            "tokens": len(ids) + separators * len(texts),
+            "documents": len(texts),
+            "words": words,
+            "characters": sum(map(len, texts)),
+            "source_bytes": source_bytes,
+            "scored_bytes": collapsed_bytes if self.tokenizer.kind == "word" else source_bytes,
+            "unk_tokens": 0 if unk_id is None else int(np.count_nonzero(ids == unk_id)),
+            "longest_document": int(np.diff(offsets).max()) + separators,
+        }
+
+
+def measure(texts: Sequence[str]) -> tuple[int, int, int]:
+    """Words, UTF-8 bytes, and UTF-8 bytes with whitespace collapsed as `" ".join(text.split())`, over all texts.
+
+    Counted on the bytes at once: splitting them would take as long as encoding. `["a  b", "c"]` gives (3, 5, 4).
+    """
+    data = "\n".join(texts).encode("utf-8")
+    source_bytes = len(data) - (len(texts) - 1)
+    if not data.isascii():
+        data = _WIDE_SPACE.sub(b" ", data)
+    space = _IS_SPACE[np.frombuffer(data, np.uint8)]
+    words = int(np.count_nonzero(space[:-1] & ~space[1:])) + int(not space[0])
+    return words, source_bytes, len(data) - int(np.count_nonzero(space)) + words - len(texts)
+
+
+def without(documents: Documents, dropped: set[int]) -> Documents:
+    """The documents but those at the given positions, counted through the splits in their order."""
+    kept, position = Documents(counts=documents.counts), 0
+    for split in SPLITS:
+        for text, file in zip(documents.texts[split], documents.files[split], strict=True):
+            if position not in dropped:
+                kept.texts[split].append(text)
+                kept.files[split].append(file)
+            position += 1
+    kept.counts["repeated documents dropped"] += len(dropped)
+    return kept
+
+
+def document_digests(corpus: Corpus, block: Block) -> tuple[list[bytes], list[str]]:
+    """16 bytes of sha256 of each document of a block, and its split, in the order `without` counts."""
+    texts = corpus.read(block).texts
+    digests = [hashlib.sha256(text.encode("utf-8")).digest()[:16] for split in SPLITS for text in texts[split]]
+    return digests, [split for split in SPLITS for _ in texts[split]]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Worker processes
+
+
+class WorkerPool:
+    """Applies a method of BlockEncoder, or a function of (corpus, block), to blocks in order, in `workers` processes.
+
+    With one worker everything happens in this process. Used as a context manager.
+    """
+
+    def __init__(self, corpus: Corpus, tokenizer: BPETokenizer, workers: int) -> None:
+        self.workers = workers
+        self.encoder = BlockEncoder(corpus, tokenizer)
+        self._executor: ProcessPoolExecutor | None = None
+        if workers > 1:
+            context = multiprocessing.get_context("spawn")  # the one way that every system has
+            start = (corpus, tokenizer.to_json())
+            self._executor = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=start)
+
+    def __enter__(self) -> "WorkerPool":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+
+    def encode(self, tasks: Iterable[tuple[Block, Sequence[int]]]) -> Iterator[EncodedBlock]:
+        """`tasks` are blocks with the positions of documents to leave out."""
+        if self._executor is None:
+            return (self.encoder.encode(*task) for task in tasks)
+        return self._in_order(_encode_in_worker, tasks)
+
+    def digests(self, blocks: Iterable[Block]) -> Iterator[tuple[list[bytes], list[str]]]:
+        if self._executor is None:
+            return (document_digests(self.encoder.corpus, block) for block in blocks)
+        return self._in_order(_digest_in_worker, ((block,) for block in blocks))
+
+    def _in_order(self, function: Any, tasks: Iterable[tuple]) -> Iterator[Any]:
+        """At most two tasks a worker are under way, so memory stays bounded. Raises UserError when a worker died."""
+        pending: deque[Future] = deque()
+        try:
+            for task in tasks:
+                pending.append(self._executor.submit(function, *task))
+                if len(pending) >= 2 * self.workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        except BrokenProcessPool:
+            what = "a worker process died (killed, or out of memory)"
+            raise UserError(f"{what}; run the same command again, it continues; --workers 1 takes the least memory") from None
+
+
+class _Worker:
+    """What a worker process keeps between tasks."""
+
+    encoder: BlockEncoder
+
+
+def _start_worker(corpus: Corpus, tokenizer_json: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends the workers
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    _Worker.encoder = BlockEncoder(corpus, BPETokenizer.from_json(tokenizer_json))
+
+
+def _die_with_parent() -> None:
+    """A parent killed outright cannot end its workers, and they would wait for tasks for ever."""
+    wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
+
+
+def _encode_in_worker(block: Block, dropped: Sequence[int]) -> EncodedBlock:
+    return _Worker.encoder.encode(block, dropped)
+
+
+def _digest_in_worker(block: Block) -> tuple[list[bytes], list[str]]:
+    return document_digests(_Worker.encoder.corpus, block)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Repeated documents
+
+
+@dataclass
+class Repeats:
+    """Documents that repeat another one: their numbers in reading order, sorted, and the number of each block's first."""
+
+    numbers: np.ndarray
+    first_of_block: np.ndarray
+
+    def in_block(self, block: int) -> np.ndarray:
+        """Positions, within the block, of the documents to leave out."""
+        first, last = self.first_of_block[block : block + 2]
+        a, b = np.searchsorted(self.numbers, (first, last))
+        return self.numbers[a:b] - first
+
+
+_RECORD = np.dtype([("digest", "<u8", 2), ("order", "<i8")])
+_TRAINING = 1 << 60  # added to a training document's number: of equal documents the one that is evaluated on stays
+
+
+def find_repeats(results: Iterable[tuple[list[bytes], list[str]]], folder: Path) -> Repeats:
+    """Which documents repeat an earlier one, from the digests of all blocks. Memory: a few bytes a repeat.
+
+    Digests go to a file and are compared a slice at a time; all documents of one digest fall into the same slice.
+    """
+    path, firsts = folder / "digests.part", [0]
+    with open(path, "wb") as file:
+        for digests, splits in results:
+            records = np.zeros(len(digests), _RECORD)
+            records["digest"] = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
+            records["order"] = firsts[-1] + np.arange(len(digests)) + np.array([_TRAINING * (s == "train") for s in splits])
+            file.write(records.tobytes())
+            firsts.append(firsts[-1] + len(digests))
+    slices = 1 + firsts[-1] // (1 << 20)
+    numbers = [_repeats_in_slice(path, s, slices) for s in range(slices)]
+    path.unlink()
+    return Repeats(np.sort(np.concatenate(numbers)), np.array(firsts))
+
+
+def _repeats_in_slice(path: Path, s: int, slices: int) -> np.ndarray:
+    chosen = [np.zeros(0, _RECORD)]
+    with open(path, "rb") as file:
+        while len(records := np.fromfile(file, _RECORD, 1 << 16)):
+            chosen.append(records[records["digest"][:, 0] % slices == s])
+    records = np.concatenate(chosen)
+    digest = records["digest"]
+    records = records[np.lexsort((records["order"], digest[:, 1], digest[:, 0]))]
+    same = (records["digest"][1:] == records["digest"][:-1]).all(axis=1)
+    return records["order"][1:][same] % _TRAINING
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Appending, with a journal
+
+
+@dataclass
+class Totals:
+    """What was counted over all blocks so far; adds up over journal lines."""
+
+    stats: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)  # split -> source -> figures
+    files: dict[str, Counter] = field(default_factory=dict)  # split -> documents per file
+    counts: Counter = field(default_factory=Counter)
+
+    def add(self, other: "Totals") -> None:
+        for split, sources in other.stats.items():
+            for source, figures in sources.items():
+                add_figures(self.stats.setdefault(split, {}).setdefault(source, {}), figures)
+        for split, files in other.files.items():
+            self.files.setdefault(split, Counter()).update({int(file): n for file, n in files.items()})
+        self.counts.update(other.counts)
+
+    def split(self, name: str) -> dict[str, int]:
+        """The figures of a split over all its sources."""
+        figures: dict[str, int] = dict.fromkeys(FIGURES, 0)
+        for source in self.stats.get(name, {}).values():
+            add_figures(figures, source)
+        return figures
+
+
+FIGURES = ("tokens", "documents", "words", "characters", "source_bytes", "scored_bytes", "unk_tokens", "longest_document")
+
+
+def add_figures(total: dict[str, int], more: dict[str, int]) -> None:
+    for name, n in more.items():
+        total[name] = max(total.get(name, 0), n) if name == "longest_document" else total.get(name, 0) + n
+
+
+@dataclass
+class _State:
+    """How far the files are good: replaced as a whole after each block, so an interrupt never leaves it half changed."""
+
+    blocks: int
+    sizes: dict[str, int]  # bytes
+    hashes: dict[str, Any]
+
+
+class TokenWriter:
+    """Appends encoded blocks to tokens/SPLIT.bin.part, and notes in tokens/journal.jsonl how far they are good.
+
+    `key` names what the tokens are made from: a journal of another key is not continued. Used as a context manager; when
+    the stage ends early the files stay for the next run.
+    """
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self.folder, self.key = folder, key
+        self.totals, self._new = Totals(), Totals()
+        self._journal_path = folder / "journal.jsonl"
+        self._committed = time.monotonic()
+
+    def __enter__(self) -> "TokenWriter":
+        self.folder.mkdir(parents=True, exist_ok=True)
+        entries = self._read_journal()
+        self._take_back_renamed()
+        self._state = self._verified_state(entries) or self._start_over()
+        self._files = {split: open(self.part_path(split), "ab", buffering=0) for split in SPLITS}
+        for split, file in self._files.items():
+            file.truncate(self._state.sizes[split])
+        self._journal = open(self._journal_path, "ab")
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if error is not None and not isinstance(error, OSError):
+                self.commit()
+        finally:
+            for file in (*self._files.values(), self._journal):
+                file.close()
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks, from the first on, are done with."""
+        return self._state.blocks
+
+    def part_path(self, split: str) -> Path:
+        return self.folder / f"{split}.bin.part"
+
+    def append(self, block: int, encoded: EncodedBlock) -> None:
+        """Appends the tokens of block number `block`; all blocks before it are then done."""
+        sizes, hashes = dict(self._state.sizes), dict(self._state.hashes)
+        for split, ids in encoded.ids.items():
+            data = memoryview(ids).cast("B")
+            _write_all(self._files[split], data)
+            sizes[split] += len(data)
+            hashes[split] = hashes[split].copy()
+            hashes[split].update(data)
+        more = Totals({split: {encoded.source: f} for split, f in encoded.stats.items()}, encoded.files, encoded.counts)
+        self.totals.add(more)
+        self._new.add(more)
+        self._state = _State(block + 1, sizes, hashes)
+        if time.monotonic() - self._committed >= COMMIT_SECONDS:
+            self.commit()
+
+    def commit(self) -> None:
+        """Makes all that was appended survive a power cut; the journal's line is written after the data is on the disk."""
+        for file in self._files.values():
+            os.fsync(file.fileno())
+        state = self._state
+        digests = {split: h.hexdigest() for split, h in state.hashes.items()}
+        counted = {"stats": self._new.stats, "files": self._new.files, "counts": self._new.counts}
+        self._write_line({"blocks": state.blocks, "sizes": state.sizes, "sha256": digests, **counted})
+        self._new = Totals()
+        self._committed = time.monotonic()
+
+    def _write_line(self, value: dict[str, Any]) -> None:
+        self._journal.write(json.dumps(value).encode("utf-8") + b"\n")
+        self._journal.flush()
+        os.fsync(self._journal.fileno())
+
+    def finish(self) -> dict[str, str]:
+        """Gives the files their names; returns their sha256. The caller then writes meta.json, then calls `forget`."""
+        self.commit()
+        (self.folder / "meta.json").unlink(missing_ok=True)  # the old one must not describe the new files
+        for split in SPLITS:
+            self._files[split].close()
+            os.replace(self.part_path(split), self.folder / f"{split}.bin")
+        fsync_dir(self.folder)
+        return {split: h.hexdigest() for split, h in self._state.hashes.items()}
+
+    def forget(self) -> None:
+        self._journal.close()
+        self._journal_path.unlink()
+
+    # Continuing
+
+    def _read_journal(self) -> list[dict[str, Any]]:
+        """The lines of a journal of this key, [] otherwise. A torn last line is left out."""
+        try:
+            lines = self._journal_path.read_bytes().split(b"\n")[:-1]
+            entries = [json.loads(line) for line in lines]
+        except (FileNotFoundError, ValueError):
+            return []
+        return entries[1:] if entries and entries[0] == {"key": self.key} else []
+
+    def _take_back_renamed(self) -> None:
+        """A run killed between the first rename and meta.json: its files go back to their unfinished names."""
+        if self._journal_path.exists() and not (self.folder / "meta.json").exists():
+            for split in SPLITS:
+                path = self.folder / f"{split}.bin"
+                if path.exists() and not self.part_path(split).exists():
+                    os.replace(path, self.part_path(split))
+
+    def _verified_state(self, entries: list[dict[str, Any]]) -> _State | None:
+        """The last state whose bytes are all there and hash as noted, None where there is none."""
+        if not entries:
+            return None
+        last = entries[-1]
+        hashes = {split: _hash_start(self.part_path(split), last["sizes"][split]) for split in SPLITS}
+        if any(h is None or h.hexdigest() != last["sha256"][split] for split, h in hashes.items()):
+            return None
+        for entry in entries:
+            self.totals.add(Totals(entry["stats"], entry["files"], Counter(entry["counts"])))
+        with open(self._journal_path, "r+b") as journal:  # without a torn last line, which would run into the next
+            journal.truncate(journal.read().rfind(b"\n") + 1)
+        return _State(last["blocks"], dict(last["sizes"]), hashes)
+
+    def _start_over(self) -> _State:
+        for split in SPLITS:
+            self.part_path(split).unlink(missing_ok=True)
+        self._journal_path.write_bytes(json.dumps({"key": self.key}).encode("utf-8") + b"\n")
+        return _State(0, dict.fromkeys(SPLITS, 0), {split: hashlib.sha256() for split in SPLITS})
+
+
+def _write_all(file: IO[bytes], data: memoryview) -> None:
+    """An unbuffered write may take only a part, when the disk fills up for one."""
+    while len(data):
+        data = data[file.write(data) :]
+
+
+def _hash_start(path: Path, size: int) -> Any | None:
+    """sha256 over the first `size` bytes, None where there are fewer."""
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while size > 0 and (data := file.read(min(size, 1 << 20))):
+                digest.update(data)
+                size -= len(data)
+    except FileNotFoundError:
+        return None
+    return digest if size == 0 else None
