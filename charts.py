@@ -111,20 +111,24 @@ def log_ticks(low: float, high: float) -> list[float]:
     if len(powers) > 2:
         return powers[:: math.ceil(len(powers) / 6)]
     finer = [m * 10.0**e for e in exponents for m in (1, 2, 5) if low <= m * 10.0**e <= high]
-    return finer if len(finer) > 1 else round_ticks(low, high, 4)
+    return finer if len(finer) > 2 else round_ticks(low, high, 4)
+
+
+def tick_labels(ticks: list[float]) -> list[str]:
+    """Small ones share an exponent: 0.0005 and 0.001 are `0.5e-3` and `1e-3`."""
+    largest = max((abs(tick) for tick in ticks), default=0.0)
+    if not 0 < largest < 0.01:
+        return [short(tick) for tick in ticks]
+    exponent = math.floor(math.log10(largest))
+    return [f"{tick / 10.0**exponent:.3g}e{exponent}" if tick else "0" for tick in ticks]
 
 
 def short(value: float) -> str:
-    """A number for a tick: `2500000` as `2.5M`, `0.00025` as `2.5e-4`."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
+    """A number in few characters: `2500000` as `2.5M`."""
     for bound, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= bound:
             return f"{value / (1e3 if unit == 'k' else bound):.4g}{unit}"
-    if abs(value) >= 1e-3:
-        return f"{value:.4g}"
-    mantissa, _, exponent = f"{value:.2e}".partition("e")
-    return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:.4g}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -155,7 +159,7 @@ def escape(value: object) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 # Charts as inline SVG
 
-WIDTH, HEIGHT = 480, 290
+WIDTH, HEIGHT = 420, 270  # on a phone a unit is a little under a pixel
 LEFT, RIGHT, TOP, BOTTOM = 64, 18, 12, 44
 
 STYLE = (
@@ -199,8 +203,10 @@ def drawable(point: tuple[float, float], log: bool) -> bool:
 
 def axes_of(chart: Chart) -> tuple[Axis, Axis]:
     points = [point for line in chart.lines for point in line.points]
-    bars = any(line.style == "bars" for line in chart.lines)
-    x = make_axis([x for x, _ in points] + ([0.0] if bars else []), 6, pad=0.02 if bars else 0.0)
+    across = [x for x, _ in points]
+    if any(line.style == "bars" for line in chart.lines):
+        across += [min(across) - 1, max(across) + 1]
+    x = make_axis(across, 6, from_zero=min(across) < 0.1 * max(across))  # lines that start at step 10 still show step 0
     return x, make_axis([y for _, y in points], 5, log=chart.log, from_zero=chart.from_zero, pad=0.05)
 
 
@@ -217,14 +223,14 @@ def draw_axes(chart: Chart, x: Axis, y: Axis) -> Markup:
     """Grid, tick labels and axis titles."""
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     parts = []
-    for tick in y.ticks:
+    for tick, label in zip(y.ticks, tick_labels(y.ticks), strict=True):
         _, at = place(x, y, (x.low, tick))
         parts.append(tag("path", d=f"M{LEFT} {at}H{right}", class_="grid"))
-        parts.append(tag("text", short(tick), x=LEFT - 7, y=at + 4, text_anchor="end"))
-    for tick in x.ticks:
+        parts.append(tag("text", label, x=LEFT - 7, y=at + 4, text_anchor="end"))
+    for tick, label in zip(x.ticks, tick_labels(x.ticks), strict=True):
         at, _ = place(x, y, (tick, y.low))
         parts.append(tag("path", d=f"M{at} {bottom}v5", class_="axis"))
-        parts.append(tag("text", short(tick), x=at, y=bottom + 18, text_anchor="middle"))
+        parts.append(tag("text", label, x=at, y=bottom + 18, text_anchor="middle"))
     parts.append(tag("path", d=f"M{LEFT} {bottom}H{right}", class_="axis"))
     parts.append(tag("text", chart.x_label, x=(LEFT + right) / 2, y=HEIGHT - 7, text_anchor="middle", class_="name"))
     middle = (TOP + bottom) / 2
@@ -273,6 +279,8 @@ def draw_bars(line: Line, x: Axis, y: Axis) -> Markup:
 
 
 def draw_legend(chart: Chart) -> Markup:
+    if len(chart.lines) == 1:
+        return Markup()
     return tag("figcaption", *(tag("span", draw_swatch(line), tag("bdi", line.label), class_="key") for line in chart.lines))
 
 
@@ -311,12 +319,13 @@ def plot(chart: Chart, axes: Any) -> None:
     axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
     axes.set(yscale="log" if chart.log else "linear", xlim=(x.low, x.high), ylim=(y.low, y.high))
     for axis, ticks in ((axes.xaxis, x.ticks), (axes.yaxis, y.ticks)):
-        axis.set_ticks(ticks, [short(tick) for tick in ticks])
+        axis.set_ticks(ticks, tick_labels(ticks))
         axis.set_ticks([], minor=True)
     axes.grid(axis="y", alpha=0.3)
-    legend = axes.legend(handles, [line.label for line in chart.lines], fontsize=8)
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # a run's name may hold a dollar sign
+    if len(handles) > 1:
+        legend = axes.legend(handles, [line.label for line in chart.lines], fontsize=8)
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # a run's name may hold a dollar sign
 
 
 def plot_line(line: Line, axes: Any) -> Any:
@@ -325,6 +334,8 @@ def plot_line(line: Line, axes: Any) -> Any:
     color, dash = COLORS[line.color], DASHES[line.dash][0]
     if line.style == "bars":
         return axes.bar(xs, ys, color=color, alpha=0.4)
+    broken = [a for a, b in line.points if not math.isfinite(b)]
+    axes.plot(broken, [0.97] * len(broken), "x", color=color, transform=axes.get_xaxis_transform())
     if line.style == "bold":
         return axes.plot(xs, ys, dash, color=color, marker="o", markersize=3.5, linewidth=2)[0]
     return axes.plot(xs, ys, dash, color=color, linewidth=1, alpha=0.75)[0]

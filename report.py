@@ -32,6 +32,7 @@ USES = ("run.checkpoint_dir",)
 
 MAX_STEP = 10**15  # a greater one is no step
 MAX_SAMPLE_STEPS = 60
+LONG_TOKEN = 20  # characters; longer tokens are counted with these
 TOKENS_LOOKED_AT = 50_000  # of the validation split, to see how the vocabulary is used
 
 
@@ -50,15 +51,12 @@ class Run:
     sample: list[dict[str, Any]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     config: Config | None = None
+    max_iters: int = 0  # steps of the whole schedule; 0: not known
     notes: list[str] = field(default_factory=list)
 
     @property
     def last_step(self) -> int:
         return max((int(records[-1]["step"]) for records in (self.train, self.eval) if records), default=0)
-
-    @property
-    def max_iters(self) -> int:
-        return self.config.train.max_iters if self.config else 0
 
     @property
     def complete(self) -> bool:
@@ -99,12 +97,25 @@ def read_run(folder: Path, label: str) -> Run:
         run.config = Config.from_dict(run.settings) if run.settings else None
     except ValueError as error:
         run.notes.append(f"The settings are of another version, so some figures are left out: {error}.")
+    run.max_iters = planned_steps(run)
     if not run.train and not run.eval:
         run.notes.append("There is nothing in metrics.jsonl yet.")
     bad = sum(not math.isfinite(number(record.get("loss"))) for record in run.train)
     if bad:
         run.notes.append(f"The training loss was not a finite number in {bad} of {len(run.train):,} records (marked \u00d7).")
     return run
+
+
+def planned_steps(run: Run) -> int:
+    """Steps of the whole schedule; where it is given in passes, the prepared tokens decide. 0 where it is not known."""
+    if run.config is None or run.config.train.max_iters:
+        return run.config.train.max_iters if run.config else 0
+    split = table_in(table_in(read_optional_json(run, run.config.tokens_dir / "meta.json"), "splits"), "train")
+    if not number(split.get("tokens")) > run.config.model.block_size:
+        return 0
+    from dataset import count_steps
+
+    return count_steps(int(split["tokens"]), run.config.train, run.config.model.block_size)
 
 
 def sort_metrics(run: Run) -> None:
@@ -128,6 +139,10 @@ def number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     return float(value) if abs(value) < 1e100 else math.nan
+
+
+def table_in(values: dict[str, Any], key: str) -> dict[str, Any]:
+    return values[key] if isinstance(values.get(key), dict) else {}
 
 
 def read_optional_json(run: Run, path: Path) -> dict[str, Any]:
@@ -227,10 +242,6 @@ def read_vocabulary(sharing: Sequence[Run]) -> Vocabulary | None:
     )
 
 
-def table_in(values: dict[str, Any], key: str) -> dict[str, Any]:
-    return values[key] if isinstance(values.get(key), dict) else {}
-
-
 def validation_ids(run: Run, meta: dict[str, Any]) -> list[int]:
     """The first ids of the validation split, or none where it was not prepared."""
     import numpy as np
@@ -281,8 +292,9 @@ def make_charts(runs: Sequence[Run]) -> list[Chart]:
 def loss_lines(runs: Sequence[Run], x: str, scale: float = 1.0) -> list[Line]:
     lines = []
     for i, run in enumerate(runs):
-        lines.append(Line(f"{run.label}, training", i, curve(run.train, x, "loss", scale), "thin"))
-        lines.append(Line(f"{run.label}, validation", i, curve(run.eval, x, "val_loss", scale), "bold"))
+        name = f"{run.label}, " if len(runs) > 1 else ""
+        lines.append(Line(name + "training", i, curve(run.train, x, "loss", scale), "thin"))
+        lines.append(Line(name + "validation", i, curve(run.eval, x, "val_loss", scale), "bold"))
     return drawable_lines(lines)
 
 
@@ -310,12 +322,20 @@ def token_length_chart(vocabularies: Sequence[Vocabulary]) -> Chart:
     """How long tokens are, as entries of the vocabulary and as they occur in text."""
     lines = []
     for i, vocabulary in enumerate(vocabularies):
-        for what, lengths, style in (("vocabulary", vocabulary.lengths, "bars"), ("in text", vocabulary.used, "bold")):
-            total = sum(lengths.values())
-            points = [(float(length), 100 * lengths[length] / total) for length in sorted(lengths)]
-            lines.append(Line(f"{vocabulary.label}, {what}", i, points, style))
-    shown = [line for line in lines if line.points]
-    return Chart("token_length", "Token length", "characters", "% of the tokens", shown, from_zero=True)
+        name = f"{vocabulary.label}, " if len(vocabularies) > 1 else ""
+        lines.append(Line(name + "vocabulary", i, histogram(vocabulary.lengths), "bars"))
+        lines.append(Line(name + "in text", i, histogram(vocabulary.used), "bold"))
+    clipped = any(max(v.lengths, default=0) > LONG_TOKEN for v in vocabularies)
+    x_label = f"characters ({LONG_TOKEN}: and more)" if clipped else "characters"
+    return Chart("token_length", "Token length", x_label, "% of the tokens", drawable_lines(lines), from_zero=True)
+
+
+def histogram(lengths: Counter) -> Points:
+    """(length, share in %) for every length up to the longest, or to LONG_TOKEN, which stands for all above it."""
+    grouped: Counter = Counter()
+    for length, n in lengths.items():
+        grouped[min(length, LONG_TOKEN)] += n
+    return [(float(k), 100 * grouped[k] / grouped.total()) for k in range(1, max(grouped, default=0) + 1)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -341,6 +361,7 @@ ul { margin: .2em 0 1em; padding-left: 1.2em; }
 .charts { display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(min(100%, 440px), 1fr)); }
 .scroll { overflow-x: auto; background: var(--card); border-radius: 8px; padding: 4px 12px; }
 table { border-collapse: collapse; font-size: .9rem; }
+td { min-width: 7.5em; }
 th, td { text-align: left; vertical-align: top; padding: .3em 1.4em .3em 0; overflow-wrap: normal; }
 th { font-weight: 600; }
 td { font-variant-numeric: tabular-nums; }
@@ -351,8 +372,8 @@ tr + tr { border-top: 1px solid var(--grid); }
 pre, code { font: .86rem/1.45 ui-monospace, Menlo, Consolas, monospace; }
 pre { margin: 0 0 .6em; white-space: pre-wrap; unicode-bidi: isolate; }
 code { background: var(--grid); border-radius: 3px; padding: 0 .25em; unicode-bidi: isolate; }
+section > * + * { margin-top: 12px; }
 .tokens { display: flex; flex-wrap: wrap; gap: .35em; margin-bottom: 1em; }
-.tokens h3 { margin-top: 1em; }
 summary { cursor: pointer; margin: .8em 0; }
 """
 
@@ -420,7 +441,8 @@ def summary_of(run: Run) -> dict[str, str]:
     if run.config:
         model = run.config.model
         shape = f"{model.n_layer} layers \u00d7 {model.n_embd} wide \u00d7 {model.n_head} heads, block {model.block_size:,}"
-        figures["parameters"] = f"{model.num_params:,} ({shape}, vocabulary {model.vocab_size:,})"
+        figures["parameters"] = f"{model.num_params:,}"
+        figures["shape"] = f"{shape}, vocabulary {model.vocab_size:,}"
         figures["tokens per step"] = f"{run.config.tokens_per_step:,}"
     last = (run.train or run.eval or [{}])[-1]
     tokens, seconds = number(last.get("tokens")), number(last.get("elapsed_s"))
@@ -443,7 +465,7 @@ def loss_figures(run: Run) -> dict[str, str]:
     figures = {}
     trained = [loss for _, loss in curve(run.train[-10:], "step", "loss") if math.isfinite(loss)]
     if trained:
-        figures[f"training loss, last {len(trained)} records"] = f"{statistics.fmean(trained):.4f}"
+        figures["training loss, last ten records"] = f"{statistics.fmean(trained):.4f}"
     validated = [(loss, step) for step, loss in curve(run.eval, "step", "val_loss") if math.isfinite(loss)]
     if validated:
         for name, (loss, step) in (("best validation loss", min(validated)), ("last validation loss", validated[-1])):
@@ -579,33 +601,33 @@ def tokenizer_parts(vocabularies: Sequence[Vocabulary]) -> list[Markup]:
     if not vocabularies:
         return []
     columns = [vocabulary_column(vocabulary) for vocabulary in vocabularies]
-    rows = [[cells[0][0], *(value for _, value in cells)] for cells in zip(*columns, strict=True)]
+    names = [name for name in columns[0] if any(column[name] for column in columns)]
+    rows = [[name, *(column[name] or "\u2013" for column in columns)] for name in names]
     parts = [table(["", *(v.label for v in vocabularies)], rows)]
     parts.append(tag("div", draw_figure(token_length_chart(vocabularies)), class_="charts"))
     return parts + [longest_tokens(v, len(vocabularies) > 1) for v in vocabularies]
 
 
-def vocabulary_column(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+def vocabulary_column(vocabulary: Vocabulary) -> dict[str, str]:
+    """Row title -> figure, empty where it is not known."""
     mean = sum(n * length for length, n in vocabulary.lengths.items()) / max(1, vocabulary.lengths.total())
     in_text = vocabulary.characters_per_token
-    cells = [
-        ("kind", vocabulary.kind),
-        ("tokens in the vocabulary", f"{vocabulary.size:,} ({vocabulary.special} special)"),
-        ("characters per token, vocabulary", f"{mean:.2f}"),
-        ("characters per token, validation text", f"{in_text:.3f}" if math.isfinite(in_text) else "\u2013"),
-    ]
     documents, size = (number(vocabulary.sample.get(key)) for key in ("documents", "bytes"))
-    learned = f"{documents:,.0f} documents, {size / 1e6:,.1f} MB" if documents > 0 else "\u2013"
-    cells.append(("learned from", learned))
-    return cells + [(f"{name} split", split_figures(table_in(vocabulary.splits, name))) for name in ("train", "val", "test")]
+    return {
+        "kind": vocabulary.kind,
+        "tokens in the vocabulary": f"{vocabulary.size:,} ({vocabulary.special} special)",
+        "learned from": f"{documents:,.0f} documents, {size / 1e6:,.1f} MB" if documents > 0 else "",
+        "characters per token, vocabulary": f"{mean:.2f}",
+        "characters per token, validation text": f"{in_text:.3f}" if math.isfinite(in_text) else "",
+        **{f"{name} split": split_figures(table_in(vocabulary.splits, name)) for name in ("train", "val", "test")},
+    }
 
 
 def split_figures(split: dict[str, Any]) -> str:
     tokens, size, words = (number(split.get(key)) for key in ("tokens", "scored_bytes", "words"))
-    if not tokens > 0:
-        return "\u2013"
-    ratios = f"{size / tokens:.3f} bytes per token, {tokens / words:.3f} tokens per word" if words > 0 else ""
-    return f"{tokens:,.0f} tokens, {ratios}"
+    if not (tokens > 0 and size > 0 and words > 0):
+        return ""
+    return f"{tokens:,.0f} tokens, {size / tokens:.3f} bytes per token, {tokens / words:.3f} tokens per word"
 
 
 def longest_tokens(vocabulary: Vocabulary, name_run: bool) -> Markup:
@@ -625,7 +647,7 @@ def visible(token: str) -> str:
 def file_lists(runs: Sequence[Run], page: Path) -> list[Markup]:
     parts = []
     for run in runs:
-        items = [tag("li", file_link(path, page), file_size(path)) for path in files_of(run)]
+        items = [tag("li", file_link(run, path, page), file_size(path)) for path in files_of(run)]
         parts.append(tag("div", tag("h3", run.label), tag("ul", *items)))
     return parts
 
@@ -644,13 +666,13 @@ def files_of(run: Run) -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-def file_link(path: Path, page: Path) -> Markup:
+def file_link(run: Run, path: Path, page: Path) -> Markup:
     """A link relative to the page where there is such a path, so that the folder can be moved."""
     try:
         target = quote(Path(os.path.relpath(path.resolve(), page.parent.resolve())).as_posix())
     except ValueError:  # on Windows, another drive
         target = path.resolve().as_uri()
-    return tag("a", path.as_posix(), href=target)
+    return tag("a", path.name if path.parent == run.folder else path.as_posix(), href=target)
 
 
 def file_size(path: Path) -> str:
