@@ -1,0 +1,113 @@
+"""What the processes of one run agree on: who they are, sums over all of them, and when to stop.
+
+One process never starts a process group; several are started by torchrun, which tells each its place in the environment.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+
+import torch
+import torch.distributed as dist
+
+from common import Terminated
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among the `size` processes of the run; `local` counts within its machine."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """The one process that writes files and prints."""
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sums over all processes, in double precision. Every process has to call it."""
+        if self.size == 1:
+            return [float(value) for value in values]
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set in one process at least. Every process has to call it."""
+        return self.sum([float(flag)])[0] > 0
+
+    def leave(self) -> None:
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+def join_world(device: str) -> World:
+    """Joins the other processes where torchrun started several. `device` is the setting, "auto" to "mps"."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return World()
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    # Small sums run on the CPU through gloo even then, so that they never wait for the GPU.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    return World(dist.get_rank(), size, local_rank, local_size)
+
+
+class StopSignals:
+    """Turns the first SIGINT or SIGTERM into a request, which the training loop meets between two updates.
+
+    The second one leaves at once. While `immediate` is set (compiling, before any update) the first one is raised where it
+    arrives. Used as a context manager, which gives the handlers back at its end.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.immediate = False
+        # torchrun passes the terminal's signal on to processes that had it already, and after 30 s kills them itself.
+        self._launched = "TORCHELASTIC_RUN_ID" in os.environ
+
+    def __enter__(self) -> "StopSignals":
+        self._previous = {}
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+            self._previous = {signum: signal.signal(signum, self._handle) for signum in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+
+    @contextlib.contextmanager
+    def raised_at_once(self) -> Iterator[None]:
+        """Meanwhile the first signal is raised where it arrives: nothing has been trained that could be lost."""
+        self.immediate = True
+        try:
+            if self.received is not None:
+                raise stop_exception(self.received)
+            yield
+        finally:
+            self.immediate = False
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            if not self._launched:
+                os._exit(128 + signum)
+            return
+        self.received = signum
+        if self.immediate:
+            raise stop_exception(signum)
+        # print() could be interrupted inside itself; a plain write cannot.
+        os.write(2, b"\nstopping after this update, then saving; a second signal leaves at once\n")
+
+
+def stop_exception(signum: int) -> BaseException:
+    """What ends a command with the exit code of this signal."""
+    return KeyboardInterrupt() if signum == signal.SIGINT else Terminated()

@@ -1,0 +1,65 @@
+"""metrics.jsonl: the append-only record of a run, one JSON object a line.
+
+A killed process can leave a torn last line, and lines newer than its last checkpoint; resuming cuts both off, so that no
+record is ever missing or there twice.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from common import atomic_write
+
+
+class MetricsLog:
+    """Appends records to a run's metrics.jsonl. `path` None records nothing: the other ranks of a run."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._file = None
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Writes one record; numbers that JSON cannot say become null."""
+        if self.path is None:
+            return
+        if self._file is None:
+            self._file = open(self.path, "a", encoding="utf-8", newline="\n")
+        plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._file.write(json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Makes all records durable; called before a checkpoint that counts on them is written."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def cut_back(self, step: int, last_eval_iter: int) -> None:
+        """Drops what a checkpoint at `step` does not know yet: later steps, and evaluations after `last_eval_iter`."""
+        if self.path is None or not self.path.exists():
+            return
+        last = {"train": step, "eval": last_eval_iter, "sample": last_eval_iter}
+        records = read_metrics(self.path)
+        with atomic_write(self.path) as file:
+            for record in records:
+                if record["step"] <= last.get(record["kind"], step):
+                    file.write((json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8"))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole records of a metrics file; a torn last line, or anything else that is no record, is left out."""
+    records = []
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            record = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int) and isinstance(record.get("kind"), str):
+            records.append(record)
+    return records
