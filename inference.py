@@ -23,32 +23,33 @@ from sampling import CachedDecoder, Decoder, UncachedDecoder
 from tokenizer import BPETokenizer
 
 
-def open_model(config: Config, explicit: str | None) -> tuple[LoadedModel, str]:
-    """The model to use and a name for it: a Hugging Face folder, a checkpoint file or run folder, else the run's best.
+def open_model(config: Config, explicit: str | None) -> tuple[LoadedModel, Path]:
+    """The model to use and where it lies: a Hugging Face folder, a checkpoint file or run folder, else the run's best.
 
     Raises UserError where there is none.
     """
     if explicit is not None and is_hf_folder(Path(explicit)):
-        return load_hf_folder(Path(explicit), config.compute), explicit
+        return load_hf_folder(Path(explicit), config.compute), Path(explicit)
     path = find_checkpoint(config, explicit)
-    loaded = load_model(path, config.compute)
-    return loaded, f"{path} (step {loaded.checkpoint['iter']:,})"
+    return load_model(path, config.compute), path
+
+
+def title(loaded: LoadedModel, path: Path) -> str:
+    """The model in a few words; a Hugging Face folder knows no step."""
+    step = f" (step {loaded.checkpoint['iter']:,})" if loaded.checkpoint else ""
+    return f"{path}{step}, {loaded.config.model.num_params:,} parameters"
 
 
 def open_decoder(
     config: Config, explicit: str | None, *, quantize: str = "none", use_cache: bool = True
 ) -> tuple[Decoder, BPETokenizer, str]:
     """A decoder at the best speed of its device, the tokenizer, and one line that says what they are."""
-    loaded, name = open_model(config, explicit)
+    loaded, path = open_model(config, explicit)
     model, weights = prepare(loaded, config.compute.dtype, quantize)
     decoder = CachedDecoder(model) if use_cache else UncachedDecoder(model)
     where = loaded.device.device
     threads = f" ({torch.get_num_threads()} threads)" if where.type == "cpu" else ""
-    return (
-        decoder,
-        loaded.tokenizer,
-        f"{name}: {loaded.config.model.num_params:,} parameters, {weights} weights, {where}{threads}",
-    )
+    return decoder, loaded.tokenizer, f"{title(loaded, path)}, {weights} weights, {where}{threads}"
 
 
 def prepare(loaded: LoadedModel, dtype: str, quantize: str = "none") -> tuple[GPT, str]:
@@ -89,8 +90,8 @@ class Float16Linear(nn.Module):
 class Int8Linear(nn.Module):
     """y = x W^T + b with W in int8, one scale an output channel.
 
-    With FBGEMM x is rounded to 8 bits as well, each row (token) with a scale of its own, so that neither the tokens of a context
-    nor texts drawn side by side touch each other; elsewhere x is bf16 for one row and fp32 for several.
+    With FBGEMM x is rounded to 8 bits as well, each row (token) with a scale of its own, so that neither the tokens of a
+    context nor texts drawn side by side touch each other; elsewhere x is bf16 for one row and fp32 for several.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
