@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import FolderLock, UserError, read_json, run_main
+from common import FolderLock, Progress, UserError, read_json, run_main
 from config import Config, parse_config
 
 if TYPE_CHECKING:
@@ -71,8 +71,7 @@ def choose_source(config: Config, args: argparse.Namespace) -> "Source":
     built_in = args.size or (None if args.input or args.url or args.hub else SIZE_OF_CORPUS.get(name))
     check_flags(args, built_in)
     if args.input:
-        own_folders = (Path(config.run.data_dir), Path(config.run.checkpoint_dir))
-        return sources.Input(tuple(map(Path, args.input)), own_folders)
+        return sources.Input(tuple(map(Path, args.input)), own_folders(config))
     if args.url:
         return sources.Addresses(tuple(args.url), tuple(args.sha256 or ()))
     if args.hub:
@@ -118,17 +117,13 @@ def recorded_source(config: Config) -> "Source":
         known = ", ".join([*SIZE_OF_CORPUS, "sydsgpt"])
         missing = f"there is no corpus {config.run.corpus!r} yet (built in: {known})"
         raise UserError(f"{missing}; name its files with --input, --url, --hub or --archive")
-    recorded = read_json(path, config.command("download_data.py", "--input", "PATH")).get("source", {})
-    match recorded:
-        case {"kind": "input", "paths": paths}:
-            return sources.Input(tuple(map(Path, paths)), (Path(config.run.data_dir), Path(config.run.checkpoint_dir)))
-        case {"kind": "url", "urls": urls, "sha256": checksums}:
-            return sources.Addresses(tuple(urls), tuple(checksums))
-        case {"kind": "archive", "path": archive}:
-            return sources.Archive(Path(archive))
-        case {"kind": "hub", "sets": sets}:
-            return sources.Hub(tuple(sources.HubSet(**hub_set) for hub_set in sets))
-    raise UserError(f"{path} does not say where the corpus came from; name its files with --input, --url, --hub or --archive")
+    record = read_json(path, config.command("download_data.py", "--input", "PATH")).get("source", {})
+    return sources.of_record(record, own_folders(config))
+
+
+def own_folders(config: Config) -> tuple[Path, ...]:
+    """Our output, which is never input, even where it lies inside a folder of the user's."""
+    return Path(config.run.data_dir), Path(config.run.checkpoint_dir)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -144,11 +139,21 @@ def verified_manifest(config: Config, source: "Source") -> dict[str, Any] | None
         return None
     try:
         manifest = read_json(path, "")
-        reasons = [*differences(config, source, manifest), *damage(config, manifest)]
+        damaged = find_damage(config, manifest)
+        reasons = [
+            *differences(config, source, manifest),
+            *(f"{config.raw_dir / name} {problem}" for name, problem in damaged.items()),
+        ]
     except (UserError, KeyError, TypeError) as error:
         reasons = [f"{path} cannot be used ({error})"]
+        damaged = {}
     for reason in reasons:
         print(reason, flush=True)
+    for name in damaged:
+        if not Path(name).is_absolute():  # ours, so that it is brought again; the user's own files are only read
+            (config.raw_dir / name).unlink(missing_ok=True)
+    if not reasons:
+        print(f"verified: all {len(manifest['files']):,} files are as recorded, nothing to bring")
     return None if reasons else manifest
 
 
@@ -157,7 +162,7 @@ def differences(config: Config, source: "Source", manifest: dict[str, Any]) -> l
     import sources
 
     reasons = []
-    if not source.made(manifest["source"]):
+    if not source.made(manifest["source"], config.raw_dir):
         reasons.append(f"corpus {config.run.corpus} came from somewhere else; it will be replaced")
     settings = dataclasses.asdict(config.data)
     changed = [name for name in settings if manifest["settings"].get(name) != settings[name]]
@@ -169,21 +174,20 @@ def differences(config: Config, source: "Source", manifest: dict[str, Any]) -> l
     return reasons
 
 
-def damage(config: Config, manifest: dict[str, Any]) -> list[str]:
-    """Files that are missing, truncated or changed, after hashing all of them."""
-    from common import Progress
+def find_damage(config: Config, manifest: dict[str, Any]) -> dict[str, str]:
+    """What is wrong with each missing, truncated or changed file, by its path in the manifest; all files are hashed."""
     from fetch import describe_damage
 
-    reasons = []
+    damaged = {}
     files = manifest["files"]
     with Progress(sum(f["bytes"] for f in files), "verifying", "B", scale=True) as progress:
         for file in files:
             path = config.raw_dir / file["path"]
             problem = describe_damage(path, file["bytes"], file["sha256"])
             if problem:
-                reasons.append(f"{path} {problem}")
+                damaged[file["path"]] = problem
             progress.update(file["bytes"], path.name)
-    return reasons
+    return damaged
 
 
 def bring(config: Config, source: "Source") -> dict[str, Any]:
@@ -192,7 +196,7 @@ def bring(config: Config, source: "Source") -> dict[str, Any]:
 
     config.raw_dir.mkdir(parents=True, exist_ok=True)
     files = source.collect(config.raw_dir)
-    return build_manifest(config, source.describe(), files)
+    return build_manifest(config, source.describe(config.raw_dir), files)
 
 
 def print_summary(config: Config, manifest: dict[str, Any]) -> None:

@@ -64,6 +64,7 @@ def download(
     (what to do), when all fail.
     """
     expected = _Expected(bytes, sha256)
+    part = target.with_name(target.name + ".part")
     for url in urls:
         require_safe_url(url)
     if target.exists():
@@ -71,8 +72,7 @@ def download(
         if problem is None:
             return
         print(f"{target} {problem}; fetching it again", flush=True)
-        target.unlink()
-    part = target.with_name(target.name + ".part")
+        os.replace(target, part)  # cut short, it is continued; wrong, its hash shows it
     part.parent.mkdir(parents=True, exist_ok=True)
     try:
         _fetch_from_any(urls, part, expected, target.name, hint)
@@ -261,7 +261,7 @@ def _refuse_wrong_body(response: requests.Response, part: Path, total: int | Non
     if encoding not in ("identity", "") and not part.name.endswith(".gz.part"):
         raise _Fault(f"sends the file in another encoding ({encoding}) than asked for", final=True)
     kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-    if kind == "text/html" and expected.sha256 is None:
+    if kind == "text/html" and (total is None or total != expected.bytes):  # a login or error page with status 200
         raise _Fault("sent a web page instead of a file", final=True)
 
 

@@ -28,17 +28,17 @@ HUB = "https://huggingface.co"
 class Source:
     """Brings the files of a corpus into its folder."""
 
-    def describe(self) -> dict[str, Any]:
-        """What the manifest records."""
-        raise NotImplementedError
-
-    def made(self, recorded: dict[str, Any]) -> bool:
-        """Whether a corpus of this record is what this source would bring."""
-        return recorded == self.describe()
-
     def collect(self, raw_dir: Path) -> list[SourceFile]:
         """Brings what is missing or damaged; returns all files in reading order. Raises UserError."""
         raise NotImplementedError
+
+    def describe(self, raw_dir: Path) -> dict[str, Any]:
+        """What the manifest records, once the files are there."""
+        raise NotImplementedError
+
+    def made(self, recorded: dict[str, Any], raw_dir: Path) -> bool:
+        """Whether a corpus of this record is what this source would bring."""
+        return recorded == self.describe(raw_dir)
 
 
 def hub_endpoint() -> str:
@@ -100,7 +100,7 @@ class WikiText(Source):
     mirror: str | None = None
     archive: Path | None = None
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, raw_dir: Path) -> dict[str, Any]:
         release = RELEASES[self.size]
         return {"kind": "wikitext", "archive": release.archive, "bytes": release.bytes, "sha256": release.sha256}
 
@@ -146,10 +146,10 @@ class WikiText(Source):
 class Local(Source):
     """Docstrings of the standard library, NumPy and PyTorch: no network."""
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, raw_dir: Path) -> dict[str, Any]:
         return {"kind": "local", "versions": versions()}
 
-    def made(self, recorded: dict[str, Any]) -> bool:
+    def made(self, recorded: dict[str, Any], raw_dir: Path) -> bool:
         """A corpus stays what it is when Python or a package is updated; to follow, its folder has to be removed."""
         if recorded.get("kind") != "local":
             return False
@@ -178,7 +178,7 @@ class Input(Source):
     paths: tuple[Path, ...]
     not_in: tuple[Path, ...] = ()
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, raw_dir: Path) -> dict[str, Any]:
         return {"kind": "input", "paths": [str(path.absolute()) for path in self.paths]}
 
     def collect(self, raw_dir: Path) -> list[SourceFile]:
@@ -250,13 +250,14 @@ class Addresses(Source):
     urls: tuple[str, ...]
     sha256: tuple[str, ...] = ()  # one for each address, or none
 
-    def describe(self) -> dict[str, Any]:
-        return {"kind": "url", "urls": [shown_url(url) for url in self.urls], "sha256": [h.lower() for h in self.sha256]}
+    def describe(self, raw_dir: Path) -> dict[str, Any]:
+        hashes = [sha256_file(raw_dir / name) for name in self._names()]
+        return {"kind": "url", "urls": [shown_url(url) for url in self.urls], "sha256": hashes}
 
-    def made(self, recorded: dict[str, Any]) -> bool:
-        """Checksums that were given then need not be given again."""
-        mine = self.describe()
-        return recorded == mine or (not self.sha256 and {**recorded, "sha256": []} == mine)
+    def made(self, recorded: dict[str, Any], raw_dir: Path) -> bool:
+        """An archive may be removed once it is unpacked, so it is the record that counts."""
+        same_content = not self.sha256 or [h.lower() for h in self.sha256] == recorded.get("sha256")
+        return recorded.get("urls") == [shown_url(url) for url in self.urls] and same_content
 
     def collect(self, raw_dir: Path) -> list[SourceFile]:
         files: list[SourceFile] = []
@@ -265,9 +266,17 @@ class Addresses(Source):
             download([url], target, sha256=sha256)
             if sha256 is None:
                 print(f"{name}: {target.stat().st_size:,} bytes, sha256 {sha256_file(target)} (not checked: no --sha256 given)")
-            paths = unpack(target, raw_dir / target.stem) if target.suffix.lower() == ".zip" else [target]
-            files += [SourceFile.of(path.relative_to(raw_dir)) for path in paths]
+            files += [SourceFile.of(path.relative_to(raw_dir)) for path in self._unpacked(target)]
         return files
+
+    def _unpacked(self, target: Path) -> list[Path]:
+        if target.suffix.lower() != ".zip":
+            return [target]
+        try:
+            return unpack(target, target.with_suffix(""))
+        except DamagedArchive:
+            target.unlink()  # so that the next try fetches it again
+            raise
 
     def _names(self) -> list[str]:
         """A file name for each address, from its last part. Raises UserError where that is of no known kind."""
@@ -288,13 +297,13 @@ class Archive(Source):
 
     path: Path
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, raw_dir: Path) -> dict[str, Any]:
         sha256 = sha256_file(self.path) if self.path.is_file() else None
         return {"kind": "archive", "path": str(self.path.absolute()), "sha256": sha256}
 
-    def made(self, recorded: dict[str, Any]) -> bool:
+    def made(self, recorded: dict[str, Any], raw_dir: Path) -> bool:
         """A corpus outlives the archive it was unpacked from."""
-        mine = self.describe()
+        mine = self.describe(raw_dir)
         return recorded == mine or (mine["sha256"] is None and recorded.get("path") == mine["path"])
 
     def collect(self, raw_dir: Path) -> list[SourceFile]:
@@ -302,6 +311,10 @@ class Archive(Source):
             raise UserError(f"{self.path} does not exist; check the path given to --archive")
         paths = unpack(self.path, raw_dir / self.path.stem)
         return [SourceFile.of(path.relative_to(raw_dir)) for path in paths]
+
+
+class DamagedArchive(UserError):
+    """An archive whose bytes are wrong."""
 
 
 def unpack(archive: Path, folder: Path) -> list[Path]:
@@ -316,7 +329,7 @@ def unpack(archive: Path, folder: Path) -> list[Path]:
             require_free_space(folder, sum(info.file_size for info, _ in members), f"unpacking {archive.name}")
             return _extract(file, members, folder)
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-        raise UserError(f"{archive} is no readable zip archive ({error}); fetch it again or unpack it by hand") from None
+        raise DamagedArchive(f"{archive} is no readable zip archive ({error}); fetch it again or unpack it by hand") from None
 
 
 def _members(file: zipfile.ZipFile, archive: Path) -> list[tuple[zipfile.ZipInfo, PurePosixPath]]:
@@ -416,7 +429,7 @@ class Hub(Source):
 
     sets: tuple[HubSet, ...]
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, raw_dir: Path) -> dict[str, Any]:
         sets = [{"name": s.name, "repository": s.repository, "revision": s.revision, "folder": s.folder} for s in self.sets]
         return {"kind": "hub", "sets": sets}
 
@@ -468,3 +481,23 @@ def _hub_file(hub_set: HubSet, entry: dict[str, Any]) -> HubFile:
     large = entry.get("lfs") or {}
     place = PurePosixPath(hub_set.name, inner).as_posix()
     return HubFile(url, place, hub_set.name, large.get("size", entry["size"]), large.get("oid"))
+
+
+def of_record(record: dict[str, Any], not_in: tuple[Path, ...] = ()) -> Source:
+    """The source that `describe()` recorded. Raises UserError for a record of an unknown kind."""
+    match record:
+        case {"kind": "wikitext", "archive": archive}:
+            return WikiText(next(size for size, release in RELEASES.items() if release.archive == archive))
+        case {"kind": "local"}:
+            return Local()
+        case {"kind": "input", "paths": paths}:
+            return Input(tuple(map(Path, paths)), not_in)
+        case {"kind": "url", "urls": urls, "sha256": hashes}:
+            return Addresses(tuple(urls), tuple(hashes))
+        case {"kind": "archive", "path": path}:
+            return Archive(Path(path))
+        case {"kind": "hub", "sets": sets}:
+            return Hub(tuple(HubSet(**hub_set) for hub_set in sets))
+    raise UserError(
+        "the manifest does not say where the corpus came from; name its files with --input, --url, --hub or --archive"
+    )
