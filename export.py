@@ -1,7 +1,7 @@
 """Stage 8 of 9: a checkpoint in the formats other programs read.
 
-`--format hf` writes a folder that the transformers library (AutoModelForCausalLM, AutoTokenizer) loads as a GPT-2, with no code of
-ours: the same logits, ids and greedy text. `--format safetensors` writes the bare weights under our names. Reads the run's
+`--format hf` writes a folder that the transformers library (AutoModelForCausalLM, AutoTokenizer) loads as a GPT-2, with no code
+of ours: the same logits, ids and greedy text. `--format safetensors` writes the bare weights under our names. Reads the run's
 best checkpoint unless told otherwise. Seconds; the folder takes 4 bytes a parameter.
 
     uv run python export.py --out my-model
