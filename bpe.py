@@ -1,82 +1,736 @@
-"""The core of byte-pair encoding: counting pieces, learning merges, applying them."""
+"""The NumPy core of byte-pair encoding: cutting text into pieces, counting them, learning merges, encoding in bulk.
+
+Everything works on arrays of bytes in which END, a byte that UTF-8 never uses, closes every text. A *piece* is what merges
+stay inside: a word with its space, or a match of the byte pattern (tokenizer.py says which). Three ideas make it fast:
+
+- A piece of up to 8 bytes, padded with END, is one 64-bit number, so pieces are compared, sorted and hashed as numbers;
+  one of up to 16 bytes is two numbers; the few longer ones are Python bytes in a dict.
+- Learning keeps exact counts of those pairs alone that can still win, and where they are. One merge touches only the
+  places where its pair occurs, and merges that cannot influence each other are applied together.
+- Encoding looks every piece up in a table of pieces met before, and merges the new ones side by side, in columns.
+"""
 
 import heapq
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from unicode_ranges import LETTERS, NUMBERS
+
+END = 0xFF
+WINDOW = 4 << 20  # bytes of text worked on at a time: the arrays of a window stay near the caches
+MARGIN = 16  # bytes behind a window that 8-byte reads may touch
+
+# Characters outside ASCII that are whitespace, to str.split() and to Unicode alike; inside ASCII the two differ (below).
+WIDE_WHITESPACE = "\x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
+WORD_WHITESPACE = "\t\n\v\f\r\x1c\x1d\x1e\x1f " + WIDE_WHITESPACE
+BYTE_WHITESPACE = "\t\n\v\f\r " + WIDE_WHITESPACE
+
+Piece = bytes
+Spans = tuple[np.ndarray, np.ndarray]  # starts (N,) and lengths (N,) of pieces in a window, in order, int64
 
 
-def learn_merges(
-    pieces: dict[bytes, int],
-    symbols: Callable[[bytes], list[int]],
-    tokens: list[bytes],
-    forbidden: Sequence[bytes],
-    vocab_size: int,
-    min_frequency: int,
-    progress: Callable[[int, int], None] | None = None,
-) -> list[tuple[int, int]]:
-    """Merges the most frequent pair until `tokens` (extended in place) holds `vocab_size`; ties go to the smallest pair."""
-    words = [symbols(piece) for piece in pieces]
-    weights = list(pieces.values())
-    counts: Counter[tuple[int, int]] = Counter()
-    where: dict[tuple[int, int], set[int]] = defaultdict(set)
-    for w, word in enumerate(words):
-        for pair in zip(word, word[1:], strict=False):
-            counts[pair] += weights[w]
-            where[pair].add(w)
-    heap = [(-n, tokens[a], tokens[b], a, b) for (a, b), n in counts.items()]
-    heapq.heapify(heap)
-    merges: list[tuple[int, int]] = []
-    wanted = vocab_size - len(tokens)
-    while heap and len(merges) < wanted:
-        n, _, _, a, b = heapq.heappop(heap)
-        now = counts[a, b]
-        if now != -n:
-            if now > 0:
-                heapq.heappush(heap, (-now, tokens[a], tokens[b], a, b))
-            continue
-        if now < min_frequency:
-            break
-        spelled = tokens[a] + tokens[b]
-        if spelled in forbidden:
-            continue
-        new = len(tokens)
-        tokens.append(spelled)
-        merges.append((a, b))
-        changed = set()
-        for w in where.pop((a, b)):
-            old, word = words[w], merge_pair(words[w], a, b, new)
-            words[w] = word
-            for pair in zip(old, old[1:], strict=False):
-                counts[pair] -= weights[w]
-            for pair in zip(word, word[1:], strict=False):
-                counts[pair] += weights[w]
-                where[pair].add(w)
-                changed.add(pair)
-        for x, y in changed:
-            heapq.heappush(heap, (-counts[x, y], tokens[x], tokens[y], x, y))
-        if progress:
-            progress(len(merges), wanted)
-    return merges
+# ----------------------------------------------------------------------------------------------------------------------
+# Texts to windows
 
 
-def merge_pair(ids: list[int], a: int, b: int, new: int) -> list[int]:
-    """`ids` with every a, b (from the left) replaced by `new`."""
-    merged, i = [], 0
-    while i < len(ids):
-        if i + 1 < len(ids) and ids[i] == a and ids[i + 1] == b:
-            merged.append(new)
-            i += 2
-        else:
-            merged.append(ids[i])
-            i += 1
-    return merged
+def cpu_count() -> int:
+    """CPUs this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def merge_word(ids: list[int], pairs: dict[tuple[int, int], tuple[int, int]]) -> list[int]:
-    """Applies the lowest-ranking merge, again and again."""
-    while len(ids) > 1:
-        found = min((p for p in zip(ids, ids[1:], strict=False) if p in pairs), key=lambda p: pairs[p][0], default=None)
-        if found is None:
-            break
-        ids = merge_pair(ids, *found, pairs[found][1])
-    return ids
+def ordered_map(function: Callable[[Any], Any], items: Iterable[Any], threads: int) -> Iterator[Any]:
+    """`map` over threads, in order, with at most two items a thread in flight. NumPy lets go of the interpreter's lock."""
+    if threads == 1:
+        yield from map(function, items)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        waiting: list[Any] = []
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) >= 2 * threads:
+                yield waiting.pop(0).result()
+        for future in waiting:
+            yield future.result()
+
+
+def windows(texts: Iterable[bytes]) -> Iterator[np.ndarray]:
+    """The texts, END behind each, as uint8 arrays of about WINDOW bytes (and MARGIN more) that no piece crosses."""
+    waiting, size = [], 0
+    for text in texts:
+        waiting.append(text)
+        size += len(text) + 1
+        if size >= WINDOW:
+            yield from _cut(waiting)
+            waiting, size = [], 0
+    if waiting:
+        yield from _cut(waiting)
+
+
+def _cut(texts: list[bytes]) -> Iterator[np.ndarray]:
+    data = np.frombuffer(bytes([END]).join([*texts, b""]), np.uint8)
+    low = 0
+    while low < len(data):
+        high = _safe_cut(data, low + WINDOW)
+        window = np.full(high - low + MARGIN, END, np.uint8)
+        seen = data[low : high + 1]  # one byte more: whether a space or END follows decides what the last word is
+        window[: len(seen)] = seen
+        yield window
+        low = high
+
+
+def _safe_cut(data: np.ndarray, at: int) -> int:
+    """The first place from `at` on that no piece crosses and across which nothing decides how pieces are cut.
+
+    That is behind END, or in front of a space that follows a visible ASCII character.
+    """
+    step = 1 << 16
+    while at < len(data):
+        part = data[at : at + step]
+        visible = (part[:-1] > 0x20) & (part[:-1] < 0x7F)
+        cuts = np.flatnonzero((visible & (part[1:] == 0x20)) | (part[:-1] == END))
+        if len(cuts):
+            return at + int(cuts[0]) + 1
+        at += max(1, len(part) - 1)
+    return len(data)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Windows to pieces
+
+
+def word_spans(window: np.ndarray) -> Spans:
+    """Words with the space behind them; `window` gets a plain space for every whitespace character.
+
+    A text must not end in whitespace: its last word then ends at END, which as padding is no part of the piece.
+    """
+    inside = len(window) - MARGIN + 1
+    text = window[:inside]
+    _blank_wide_whitespace(text)
+    blank = _WORD_BLANK[text]
+    starts = np.flatnonzero(blank[:-1] > blank[1:]) + 1
+    if not blank[0]:
+        starts = np.concatenate(([0], starts))
+    ends = np.flatnonzero(blank[1:] > blank[:-1]) + 2
+    np.putmask(text, blank & (text != END), 0x20)
+    return starts, ends - starts
+
+
+def _lut(values: Iterable[int]) -> np.ndarray:
+    table = np.zeros(256, np.bool_)
+    table[list(values)] = True
+    return table
+
+
+_WORD_BLANK = _lut([END, *(ord(c) for c in WORD_WHITESPACE if c < "\x80")])
+_WIDE_LEAD = _lut({c.encode()[0] for c in WIDE_WHITESPACE})
+
+
+def _blank_wide_whitespace(text: np.ndarray) -> None:
+    """Overwrites whitespace outside ASCII with spaces; two spaces for one character do no harm."""
+    at = np.flatnonzero(_WIDE_LEAD[text])
+    if len(at) == 0:
+        return
+    at, point, size = _decode_wide(text, at)
+    for width in (2, 3):
+        found = at[(size == width) & np.isin(point, [ord(c) for c in WIDE_WHITESPACE])]
+        for i in range(width):
+            text[found + i] = 0x20
+
+
+def _decode_wide(text: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Characters outside ASCII, by the places of their first bytes: places, code points, byte lengths.
+
+    A character that the text cuts off at its end is left out.
+    """
+    lead = text[at]
+    size = 2 + (lead >= 0xE0) + (lead >= 0xF0)
+    whole = at + size <= len(text)
+    if not whole.all():
+        at, lead, size = at[whole], lead[whole], size[whole]
+    point = (lead & _LEAD_BITS[size]).astype(np.int64)
+    for i in (1, 2, 3):
+        longer = np.flatnonzero(size > i)
+        point[longer] = point[longer] << 6 | (text[at[longer] + i] & 0x3F)
+    return at, point, size
+
+
+_LEAD_BITS = np.array([0, 0, 0x1F, 0x0F, 0x07], np.uint8)  # of a first byte, by the character's length, are its own
+
+
+SPACE_CLASS, LETTER_CLASS, NUMBER_CLASS, OTHER_CLASS, END_CLASS = range(5)
+
+
+@cache
+def _point_classes() -> np.ndarray:
+    """uint8 by code point."""
+    classes = np.full(0x110000, OTHER_CLASS, np.uint8)
+    for ranges, value in ((LETTERS, LETTER_CLASS), (NUMBERS, NUMBER_CLASS)):
+        for first, last in ranges:
+            classes[first : last + 1] = value
+    classes[[ord(c) for c in BYTE_WHITESPACE]] = SPACE_CLASS
+    return classes
+
+
+@cache
+def _byte_classes() -> np.ndarray:
+    classes = _point_classes()[:256].copy()
+    classes[END] = END_CLASS
+    return classes
+
+
+def byte_spans(window: np.ndarray) -> Spans:
+    """Matches of GPT-2's pattern, which tile the window; END is a piece of its own."""
+    text = window[: len(window) - MARGIN]
+    kind = _byte_classes()[text]
+    wide_space = _classify_wide(text, kind)
+    first = np.empty(len(text), np.bool_)  # whether a piece starts here
+    first[0] = True
+    np.not_equal(kind[1:], kind[:-1], out=first[1:])
+    # The last character of a whitespace run stands apart when something follows, and a plain space joins what follows.
+    turn = (kind[:-1] == SPACE_CLASS) & first[1:] & (kind[1:] != END_CLASS)
+    first[:-1] |= turn
+    first[1:] &= ~(turn & (text[:-1] == 0x20))
+    if wide_space:
+        _split_wide_spaces(text, turn, first)
+    _split_contractions(text, first)
+    starts = np.flatnonzero(first)
+    return starts, np.diff(starts, append=len(text))
+
+
+def _classify_wide(text: np.ndarray, kind: np.ndarray) -> bool:
+    """Sets the class of characters outside ASCII, on each of their bytes; whether whitespace is among them."""
+    at = np.flatnonzero((text >= 0xC2) & (text != END))
+    if len(at) == 0:
+        return False
+    at, point, size = _decode_wide(text, at)
+    value = _point_classes()[point]
+    kind[at] = value
+    for i in (1, 2, 3):
+        longer = size > i
+        kind[at[longer] + i] = value[longer]
+    return bool((value == SPACE_CLASS).any())
+
+
+def _split_wide_spaces(text: np.ndarray, turn: np.ndarray, first: np.ndarray) -> None:
+    """Moves the start of a run's last whitespace character from its last byte to its first."""
+    at = np.flatnonzero(turn & (text[:-1] >= 0x80))
+    first[at] = False
+    back = 1 + (text[at - 1] < 0xC0)  # a continuation byte before the last one: three bytes
+    first[at - back] = True
+
+
+_CONTRACTIONS = (b"s", b"t", b"m", b"d", b"re", b"ve", b"ll")
+
+
+def _split_contractions(text: np.ndarray, first: np.ndarray) -> None:
+    """An apostrophe that starts a piece takes s, t, m, d, re, ve or ll with it, whatever letters follow."""
+    at = np.flatnonzero(text == 0x27)
+    at = at[first[at]]
+    for letters in _CONTRACTIONS:
+        end = at + len(letters) + 1
+        found = at[end <= len(text)]
+        for i, letter in enumerate(letters, 1):
+            found = found[text[found + i] == letter]
+        first[found + 1] = False
+        after = found + len(letters) + 1
+        first[after[after < len(text)]] = True
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pieces as numbers
+
+_PADDING = np.array([(1 << 64) - (1 << 8 * n) for n in range(8)] + [0], "<u8")  # END in the bytes from n on
+_MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
+
+
+def lanes_of(window: np.ndarray, starts: np.ndarray, lengths: np.ndarray, count: int) -> tuple[np.ndarray, ...]:
+    """`count` arrays of 8 bytes of each piece, padded with END: equal pieces are equal numbers."""
+    view = np.ndarray((len(window) - 7,), "<u8", window, strides=(1,))  # every 8 consecutive bytes
+    return tuple(view[starts + 8 * i] | _PADDING[np.minimum(lengths - 8 * i, 8)] for i in range(count))
+
+
+def mixed(lanes: Sequence[np.ndarray]) -> np.ndarray:
+    """A 64-bit hash whose high bits are good."""
+    value = lanes[0] * _MIX[0]
+    for lane in lanes[1:]:
+        value = ((value >> np.uint64(32)) ^ value ^ lane) * _MIX[1]
+    return value
+
+
+def boundaries(lanes: Sequence[np.ndarray]) -> np.ndarray:
+    """Where runs of equal rows start."""
+    change = np.empty(len(lanes[0]), np.bool_)
+    change[:1] = True
+    np.not_equal(lanes[0][1:], lanes[0][:-1], out=change[1:])
+    for lane in lanes[1:]:
+        change[1:] |= lane[1:] != lane[:-1]
+    return np.flatnonzero(change)
+
+
+def distinct(lanes: Sequence[np.ndarray], weights: np.ndarray | None = None) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    """Distinct rows and their summed weights (how often, without weights).
+
+    Rows are sorted by (high bits of a hash, row number) packed into one number, which NumPy sorts far faster than it
+    sorts indices. Where two rows share the high bits, one may come out twice, with its weight split: no harm is done.
+    """
+    if len(lanes) == 1 and weights is None:
+        ordered: Sequence[np.ndarray] = (np.sort(lanes[0]),)
+    else:
+        shift = np.uint64(max(1, len(lanes[0]).bit_length()))
+        packed = mixed(lanes) >> shift << shift | np.arange(len(lanes[0]), dtype=np.uint64)
+        packed.sort()
+        order = (packed & ((np.uint64(1) << shift) - np.uint64(1))).astype(np.int64)
+        ordered = [lane[order] for lane in lanes]
+        weights = None if weights is None else weights[order]
+    starts = boundaries(ordered)
+    if weights is None:
+        sums = np.diff(starts, append=len(ordered[0]))
+    else:
+        sums = np.add.reduceat(weights, starts) if len(starts) else weights
+    return tuple(lane[starts] for lane in ordered), sums
+
+
+def long_pieces(window: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> list[Piece]:
+    data = window.tobytes()
+    ends = starts + lengths
+    return [data[a:b].rstrip(b"\xff") for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+
+
+class Counts:
+    """How often each piece occurs, gathered window by window; memory is bounded by the number of distinct pieces."""
+
+    def __init__(self, spans: Callable[[np.ndarray], Spans]) -> None:
+        self._spans = spans
+        self._rows: dict[int, list[tuple[tuple[np.ndarray, ...], np.ndarray]]] = {1: [], 2: []}
+        self._pending = {1: 0, 2: 0}
+        self._long: Counter[Piece] = Counter()
+
+    def add_all(self, texts: Iterable[bytes], threads: int) -> None:
+        for short, medium, long in ordered_map(self._count, windows(texts), threads):
+            self._add(1, short)
+            self._add(2, medium)
+            self._long.update(long)
+
+    def _count(self, window: np.ndarray) -> tuple[Any, Any, list[Piece]]:
+        starts, lengths = self._spans(window)
+        found = []
+        for lanes, chosen in ((1, lengths <= 8), (2, (lengths > 8) & (lengths <= 16))):
+            found.append(distinct(lanes_of(window, starts[chosen], lengths[chosen], lanes)))
+        long = np.flatnonzero(lengths > 16)
+        return *found, long_pieces(window, starts[long], lengths[long])
+
+    def _add(self, lanes: int, rows: tuple[tuple[np.ndarray, ...], np.ndarray]) -> None:
+        kept = self._rows[lanes]
+        kept.append(rows)
+        self._pending[lanes] += len(rows[1])
+        # Joining when the new rows outweigh the joined ones keeps the total cost a small multiple of the rows.
+        if self._pending[lanes] > max(1 << 21, 2 * len(kept[0][1])):
+            self._join(lanes)
+
+    def _join(self, lanes: int) -> None:
+        kept = self._rows[lanes]
+        columns = tuple(np.concatenate([rows[0][i] for rows in kept]) for i in range(lanes))
+        joined = distinct(columns, np.concatenate([rows[1] for rows in kept]))
+        self._rows[lanes], self._pending[lanes] = [joined], 0
+
+    def pieces(self) -> tuple[np.ndarray, np.ndarray]:
+        """All distinct pieces, END behind each, as one uint8 array; and how often each occurs, int64."""
+        counts = []
+        lanes_by_size = []
+        for lanes in (1, 2):
+            if self._rows[lanes]:
+                self._join(lanes)
+                columns, sums = self._rows[lanes][0]
+                if lanes == 1:  # END alone, the piece between texts
+                    real = columns[0] != _PADDING[0]
+                    columns, sums = (columns[0][real],), sums[real]
+                lanes_by_size.append(columns)
+                counts.append(sums)
+        counts.append(np.fromiter(self._long.values(), np.int64, len(self._long)))
+        return flatten(lanes_by_size, self._long), np.concatenate(counts)
+
+
+def flatten(lanes_by_size: Iterable[Sequence[np.ndarray]], long: Iterable[Piece]) -> np.ndarray:
+    """Pieces given as numbers, then those given as bytes, as one array with one END behind each."""
+    parts = []
+    for lanes in lanes_by_size:
+        rows = np.full((len(lanes[0]), 8 * len(lanes) + 1), END, np.uint8)
+        for i, lane in enumerate(lanes):
+            rows[:, 8 * i : 8 * i + 8] = lane.astype("<u8").view(np.uint8).reshape(-1, 8)
+        keep = rows != END
+        keep[:, 1:] |= keep[:, :-1].copy()  # the first END of a row stays
+        parts.append(rows[keep])
+    parts.append(np.frombuffer(b"".join(piece + b"\xff" for piece in long), np.uint8))
+    return np.concatenate(parts)
+
+
+def cells_of(
+    pieces: np.ndarray, counts: np.ndarray, characters: bool, first_id: int
+) -> tuple[list[Piece], np.ndarray, np.ndarray]:
+    """The alphabet; one cell for each symbol, an id from `first_id` on, and 0 behind every piece; each cell's piece's count.
+
+    `pieces` has END behind each. Symbols are the characters that occur, sorted, or all 256 bytes.
+    """
+    if characters:
+        points = code_points(pieces)
+        present = np.zeros(END_POINT + 1, np.bool_)
+        present[points] = True
+        alphabet = np.flatnonzero(present[:END_POINT])
+        pieces_of_alphabet = [chr(c).encode() for c in alphabet.tolist()]
+    else:
+        points = pieces
+        alphabet = np.arange(256)
+        pieces_of_alphabet = [bytes([b]) for b in range(256)]
+    ids = np.zeros(END_POINT + 1, np.uint32)
+    ids[alphabet] = np.arange(first_id, first_id + len(alphabet))
+    ends = np.flatnonzero(points == (END_POINT if characters else END))
+    ids[END_POINT if characters else END] = 0
+    return pieces_of_alphabet, ids[points], np.repeat(counts, np.diff(ends, prepend=-1))
+
+
+END_POINT = 0x110000  # what END becomes among code points
+
+
+def code_points(text: np.ndarray) -> np.ndarray:
+    """One int32 for each character of whole UTF-8 text, END_POINT for END."""
+    at = np.flatnonzero((text & 0xC0) != 0x80)
+    lead = text[at]
+    points = lead.astype(np.int32)
+    wide = np.flatnonzero(lead >= 0xC2)
+    points[wide[lead[wide] == END]] = END_POINT
+    wide = wide[lead[wide] != END]
+    points[wide] = _decode_wide(text, at[wide])[1]
+    return points
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Learning merges
+
+BATCH = 64  # merges applied together at most; 16 to 128 make no difference
+BATCH_ROWS = 1 << 20  # places they occur at together, unless one merge alone has more: bounds the memory of a batch
+SKETCH_BITS = 20  # of the table that says which pairs are surely not counted
+
+
+class Merge(NamedTuple):
+    count: int
+    left: int
+    right: int
+    key: int
+
+
+class Learner:
+    """Incremental BPE training on one array of cells.
+
+    A cell is one symbol of one distinct piece, with 0 between pieces. A token writes its id into its first cell and
+    id | flag into its last; the cells inside hold 0. So from a token at p the next one is at p + width[id], the one before
+    is cells[p - 1] without the flag, and a stale position is noticed by reading the cell. Every cell knows how often its
+    piece occurs.
+
+    Pairs are counted exactly, but only those with at least `threshold` occurrences. A pair's count can only fall once its
+    tokens exist, so the others cannot be the most frequent while one at the threshold is left; then the threshold is
+    lowered and the cells are read again. Positions of a pair are kept from when it was counted; they only go stale.
+    """
+
+    def __init__(self, cells: np.ndarray, weights: np.ndarray, tokens: list[Piece], vocab_size: int, words: int) -> None:
+        """`cells` (N,) ids with a 0 at the end of each piece, `weights` (N,), `words`: how many pieces, repeats included."""
+        wide = vocab_size >= 1 << 15
+        self.flag = 1 << 31 if wide else 1 << 15
+        self.cells = cells.astype(np.uint32 if wide else np.uint16)
+        self.weights = weights.astype(np.int32 if len(weights) == 0 or weights.max() < 1 << 31 else np.int64)
+        self.tokens, self.vocab_size = tokens, vocab_size
+        self.width = np.ones(vocab_size, np.int64)
+        self.place_dtype = np.int32 if len(cells) < 1 << 31 else np.int64
+        # Anything works; this starts slightly below the count of the last merge on natural text.
+        self.threshold = words // (6 * vocab_size)
+        self.counts: dict[int, int] = {}
+        self.places: dict[int, np.ndarray] = {}
+        self.heap: list[tuple[int, Piece, Piece, int]] = []
+        self.sketch = np.zeros(1 << SKETCH_BITS, np.bool_)
+
+    def learn(
+        self, forbidden: Iterable[Piece], min_frequency: int, progress: Callable[[int, int], None] | None
+    ) -> list[tuple[int, int]]:
+        """The merges, in order; `tokens` grows by one for each."""
+        merges: list[tuple[int, int]] = []
+        wanted = self.vocab_size - len(self.tokens)
+        self.forbidden, self.spelled = set(forbidden), set(self.tokens)
+        self.threshold = max(min_frequency, self.threshold)
+        self.read_cells()
+        while len(merges) < wanted:
+            batch = self.next_batch(min(BATCH, wanted - len(merges)))
+            if batch:
+                merges += self.apply(batch)
+                if progress:
+                    progress(len(merges), wanted)
+            elif self.threshold > min_frequency:
+                self.threshold = max(min_frequency, self.threshold // 8)
+                self.read_cells()
+            else:
+                break
+        return merges
+
+    # Which pairs
+
+    def read_cells(self) -> None:
+        """Counts all pairs afresh and keeps those at the threshold, with their positions."""
+        self.counts, self.places, self.heap = {}, {}, []
+        self.sketch[:] = False
+        at, left, right = self._neighbours()
+        bits = len(self.tokens).bit_length()
+        order, keys, starts = grouped(left.astype(np.uint64) << np.uint64(bits) | right)
+        at = at[order]
+        sums = np.add.reduceat(self.weights[at], starts, dtype=np.int64) if len(at) else np.zeros(0, np.int64)
+        ends = np.append(starts[1:], len(at))
+        at = at.astype(self.place_dtype)
+        for i in np.flatnonzero(sums >= self.threshold).tolist():
+            key = int(keys[i])
+            self._count(key >> bits, key & (1 << bits) - 1, int(sums[i]), at[starts[i] : ends[i]])
+
+    def _neighbours(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Position, left id and right id of all neighbouring tokens."""
+        cells = self.cells
+        at = np.flatnonzero((cells != 0) & (cells < self.flag))
+        left = cells[at]
+        right = cells[at + self.width[left]]
+        pair = right != 0
+        return at[pair], left[pair], right[pair]
+
+    def _count(self, left: int, right: int, count: int, places: np.ndarray) -> None:
+        key = left << 32 | right
+        self.counts[key] = count
+        self.places[key] = places
+        self.sketch[_sketch_slot(key)] = True
+        heapq.heappush(self.heap, (-count, self.tokens[left], self.tokens[right], key))
+
+    def next_batch(self, limit: int) -> list[Merge]:
+        """The next merges, most frequent first, as far as none shares a token with another's other side.
+
+        Then no two of them overlap anywhere, and none changes another's count. Heap entries are upper bounds: one whose
+        count has fallen goes back with the true count. A merge of equal tokens goes alone, since its places do overlap.
+        """
+        batch: list[Merge] = []
+        lefts, rights, rows = set(), set(), 0
+        while self.heap and len(batch) < limit and rows < BATCH_ROWS:
+            negative, left_piece, right_piece, key = self.heap[0]
+            count = self.counts.get(key)
+            if count is None:
+                heapq.heappop(self.heap)
+                continue
+            if count != -negative:
+                heapq.heapreplace(self.heap, (-count, left_piece, right_piece, key))
+                continue
+            left, right = key >> 32, key & 0xFFFFFFFF
+            if left_piece + right_piece in self.forbidden:
+                self._forget(key)
+                continue
+            if batch and (left in rights or right in lefts or left == right):
+                break
+            heapq.heappop(self.heap)
+            batch.append(Merge(count, left, right, key))
+            lefts.add(left)
+            rights.add(right)
+            rows += len(self.places[key])
+            if left == right:
+                break
+        return batch
+
+    def _forget(self, key: int) -> None:
+        del self.counts[key], self.places[key]
+
+    # One batch
+
+    def apply(self, batch: list[Merge]) -> list[tuple[int, int]]:
+        """Merges the pairs of `batch`, or the first ones where a pair made by one may come before a later one."""
+        owner, at, middle, end = self._occurrences(batch)
+        weight = self.weights[at]
+        before, after = self._around(at, end)
+        groups = Groups.of_sides(owner, before, after, weight)
+        size = self._first_rival(batch, groups)
+        for merge in batch[size:]:
+            heapq.heappush(self.heap, (-merge.count, self.tokens[merge.left], self.tokens[merge.right], merge.key))
+        batch, groups, rows = batch[:size], groups.of_owners_below(size), int(np.searchsorted(owner, size))
+        owner, at, middle, end, weight = owner[:rows], at[:rows], middle[:rows], end[:rows], weight[:rows]
+        new = self._add_tokens(batch)
+        self._write(at, middle, end, new[owner])
+        self._recount(batch, new, groups, owner, at, end, before[:rows], after[:rows], weight)
+        return [(merge.left, merge.right) for merge in batch]
+
+    def _occurrences(self, batch: list[Merge]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Which merge of the batch, first cell, right token's first cell and the cell behind, of every place to merge."""
+        cells, places = self.cells, [self.places[merge.key] for merge in batch]
+        owner = np.repeat(np.arange(len(batch)), [len(p) for p in places])
+        at = np.concatenate(places).astype(np.int64)  # 64-bit indices gather faster than 32-bit ones
+        left, right = np.array([m.left for m in batch]), np.array([m.right for m in batch])
+        middle = at + self.width[left][owner]
+        here = (cells[at] == left.astype(cells.dtype)[owner]) & (cells[middle] == right.astype(cells.dtype)[owner])
+        owner, at, middle = owner[here], at[here], middle[here]
+        if batch[0].left == batch[0].right:
+            at, width = every_other(np.sort(at), int(self.width[batch[0].left]))
+            owner, middle = owner[: len(at)], at + width
+        return owner, at, middle, middle + self.width[right][owner]
+
+    def _around(self, at: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The ids left and right of the places, 0 where the piece ends. The array ends with 0, so index -1 is none either."""
+        return self.cells[at - 1] & self.cells.dtype.type(self.flag - 1), self.cells[end]
+
+    def _first_rival(self, batch: list[Merge], groups: "Groups") -> int:
+        """How many merges of the batch are sure to come in this order.
+
+        Merge j may go along when every pair that merges before it create is rarer than it. The counts are taken from the
+        neighbours as they are before the batch: what the batch makes of them later can only divide a pair.
+        """
+        highest = np.zeros(len(batch), np.int64)
+        np.maximum.at(highest, groups.owner, groups.sums)
+        counts = np.array([merge.count for merge in batch])
+        rivals = np.flatnonzero(np.maximum.accumulate(highest)[:-1] >= counts[1:])
+        return int(rivals[0]) + 1 if len(rivals) else len(batch)
+
+    def _add_tokens(self, batch: list[Merge]) -> np.ndarray:
+        first = len(self.tokens)
+        for merge in batch:
+            piece = self.tokens[merge.left] + self.tokens[merge.right]
+            assert piece not in self.spelled, f"two merges make {piece!r}"
+            self.spelled.add(piece)
+            self.width[len(self.tokens)] = self.width[merge.left] + self.width[merge.right]
+            self.tokens.append(piece)
+            self._forget(merge.key)
+        return np.arange(first, first + len(batch))
+
+    def _write(self, at: np.ndarray, middle: np.ndarray, end: np.ndarray, new: np.ndarray) -> None:
+        new = new.astype(self.cells.dtype)
+        self.cells[middle - 1] = 0
+        self.cells[middle] = 0
+        self.cells[at] = new
+        self.cells[end - 1] = new | self.cells.dtype.type(self.flag)
+
+    def _recount(
+        self,
+        batch: list[Merge],
+        new: np.ndarray,
+        groups: "Groups",
+        owner: np.ndarray,
+        at: np.ndarray,
+        end: np.ndarray,
+        before: np.ndarray,
+        after: np.ndarray,
+        weight: np.ndarray,
+    ) -> None:
+        """Takes the pairs that are gone off their counts and counts the new ones.
+
+        x L R y: (x, L) and (R, y) are lost, (x, new) and (new, y) gained. Where x was itself merged in this batch, its
+        own right side has both; where y was, the gained pair is (new, new y).
+        """
+        now_before, now_after = self._around(at, end)
+        gained, lost = groups.sums.copy(), groups.sums.copy()
+        moved = np.flatnonzero(now_before != before)
+        if len(moved):
+            group = groups.find(owner[moved], 0, before[moved])
+            np.subtract.at(gained, group, weight[moved])
+            np.subtract.at(lost, group, weight[moved])
+        moved = np.flatnonzero(now_after != after)
+        if len(moved):
+            np.subtract.at(gained, groups.find(owner[moved], 1, after[moved]), weight[moved])
+        left, right = np.array([m.left for m in batch]), np.array([m.right for m in batch])
+        self._lose(groups.pairs(right, left), lost)
+        self._gain(groups, gained, at, new)
+        if len(moved):
+            both_new = Groups(owner[moved] << 1 | 1, now_after[moved], moved, weight[moved])
+            self._gain(both_new, both_new.sums, at, new)
+
+    def _lose(self, pairs: np.ndarray, lost: np.ndarray) -> None:
+        counted = np.flatnonzero(self.sketch[_sketch_slot(pairs)])
+        counts, threshold = self.counts, self.threshold
+        for key, n in zip(pairs[counted].tolist(), lost[counted].tolist(), strict=True):
+            count = counts.get(key)
+            if count is not None:
+                if count - n >= threshold:
+                    counts[key] = count - n
+                else:
+                    self._forget(key)
+
+    def _gain(self, groups: "Groups", gained: np.ndarray, at: np.ndarray, new: np.ndarray) -> None:
+        """Counts the groups that reach the threshold. Rows whose neighbour was merged too are stale places at once."""
+        pairs = groups.pairs(new, new)
+        for i in np.flatnonzero(gained >= self.threshold).tolist():
+            left, right = int(pairs[i]) >> 32, int(pairs[i]) & 0xFFFFFFFF
+            places = at[groups.rows_of(i)]
+            if groups.side[i] == 0:
+                places = places - self.width[left]
+            self._count(left, right, int(gained[i]), places.astype(self.place_dtype))
+
+
+class Groups:
+    """The places of a batch, grouped by (merge, side, neighbour on that side): `sums[i]` is how often group i occurs."""
+
+    BITS = 31  # of a neighbour's id
+
+    def __init__(self, owner_side: np.ndarray, neighbour: np.ndarray, rows: np.ndarray, weight: np.ndarray) -> None:
+        keys = owner_side.astype(np.uint64) << np.uint64(self.BITS) | neighbour
+        order, self.keys, self.starts = grouped(keys)
+        self.rows = rows[order]
+        weight = weight[order]
+        self.sums = np.add.reduceat(weight, self.starts, dtype=np.int64) if len(weight) else np.zeros(0, np.int64)
+        keys = self.keys.astype(np.int64)
+        self.owner, self.side, self.neighbour = keys >> self.BITS + 1, keys >> self.BITS & 1, keys & (1 << self.BITS) - 1
+
+    @classmethod
+    def of_sides(cls, owner: np.ndarray, before: np.ndarray, after: np.ndarray, weight: np.ndarray) -> "Groups":
+        left, right = np.flatnonzero(before), np.flatnonzero(after)
+        rows = np.concatenate((left, right))
+        owner_side = np.concatenate((owner[left] << 1, owner[right] << 1 | 1))
+        return cls(owner_side, np.concatenate((before[left], after[right])), rows, weight[rows])
+
+    def of_owners_below(self, size: int) -> "Groups":
+        """Without the groups of later merges, which come last."""
+        n = int(np.searchsorted(self.owner, size))
+        for name in ("keys", "sums", "owner", "side", "neighbour"):
+            setattr(self, name, getattr(self, name)[:n])
+        return self
+
+    def find(self, owner: np.ndarray, side: int, neighbour: np.ndarray) -> np.ndarray:
+        keys = (owner << 1 | side).astype(np.uint64) << np.uint64(self.BITS) | neighbour
+        return np.searchsorted(self.keys, keys)
+
+    def rows_of(self, i: int) -> np.ndarray:
+        return self.rows[self.starts[i] : self.starts[i + 1] if i + 1 < len(self.starts) else None]
+
+    def pairs(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """left << 32 | right of each group's pair: (neighbour, right[owner]) on side 0, (left[owner], neighbour) on side 1."""
+        ahead = self.side == 0
+        return np.where(ahead, self.neighbour, left[self.owner]) << 32 | np.where(ahead, right[self.owner], self.neighbour)
+
+
+def _sketch_slot(pair: Any) -> Any:
+    """A slot of the sketch for left << 32 | right: an int for an int, an array for an int64 array."""
+    return ((pair >> 32) * 0x9E37 ^ (pair & 0xFFFFFFFF) * 0x79B9) & (1 << SKETCH_BITS) - 1
+
+
+def every_other(at: np.ndarray, width: int) -> tuple[np.ndarray, int]:
+    """Of sorted places `width` apart in runs (overlapping pairs of one token), the first, third, ... of each run."""
+    fresh = np.flatnonzero(np.diff(at, prepend=-1 - width) != width)
+    run_start = np.repeat(fresh, np.diff(fresh, append=len(at)))
+    return at[(np.arange(len(at)) - run_start) % 2 == 0], width
+
+
+def grouped(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The order that sorts uint64 `keys`, equal ones as they come; the distinct keys; and where each starts in that order."""
+    n = len(keys)
+    if n == 0:
+        return np.zeros(0, np.int64), keys, np.zeros(0, np.int64)
+    shift = np.uint64(n.bit_length())
+    if int(keys.max()).bit_length() + int(shift) <= 64:  # sorting numbers is several times faster than sorting indices
+        packed = keys << shift | np.arange(n, dtype=np.uint64)
+        packed.sort()
+        order = (packed & ((np.uint64(1) << shift) - np.uint64(1))).astype(np.int64)
+        packed >>= shift
+    else:
+        order = np.argsort(keys, kind="stable")
+        packed = keys[order]
+    starts = boundaries((packed,))
+    return order, packed[starts], starts

@@ -123,29 +123,21 @@ class BPETokenizer:
         """
         if kind not in ("word", "byte"):
             raise ValueError(f"kind is {kind!r}, but only word and byte can be trained")
-        split = split_words if kind == "word" else split_bytes
-        pieces: dict[bytes, int] = {}
-        for text in texts:
-            for piece in split(text):
-                key = to_utf8(piece)
-                pieces[key] = pieces.get(key, 0) + 1
-        if not pieces:
+        counts = bpe.Counts(bpe.word_spans if kind == "word" else bpe.byte_spans)
+        counts.add_all((to_utf8(text.strip() if kind == "word" else text) for text in texts), bpe.cpu_count())
+        pieces, count = counts.pieces()
+        del counts
+        if len(pieces) == 0:
             raise ValueError("there is no text to learn from: every document is empty or whitespace")
-        tokens = [name.encode() for name in SPECIAL_TOKENS]
-        if kind == "word":
-            alphabet = sorted({c for piece in pieces for c in piece.decode()})
-            tokens += [c.encode() for c in alphabet]
-            index = {c: i for i, c in enumerate(alphabet, len(SPECIAL_TOKENS))}
-            symbols = lambda piece: [index[c] for c in piece.decode()]
-        else:
-            tokens += [bytes([b]) for b in range(256)]
-            symbols = lambda piece: [b + len(SPECIAL_TOKENS) for b in piece]
+        special = [name.encode() for name in SPECIAL_TOKENS]
+        alphabet, cells, weights = bpe.cells_of(pieces, count, kind == "word", len(special))
+        tokens = special + alphabet
         if len(tokens) > vocab_size:
-            room = f"{len(SPECIAL_TOKENS)} special tokens and {len(tokens) - len(SPECIAL_TOKENS):,} different characters"
+            room = f"{len(special)} special tokens and {len(alphabet):,} different characters"
             raise ValueError(f"a vocabulary of {vocab_size:,} has no room for the {room} of this text")
-        forbidden = tokens[: len(SPECIAL_TOKENS)]
-        merges = bpe.learn_merges(pieces, symbols, tokens, forbidden, vocab_size, min_frequency, progress)
-        return cls(kind, tokens, merges)
+        learner = bpe.Learner(cells, weights, tokens, vocab_size, int(count.sum()))
+        del pieces, cells, weights
+        return cls(kind, tokens, learner.learn(special, min_frequency, progress))
 
     @classmethod
     def load(cls, path: Path | str) -> "BPETokenizer":
@@ -288,7 +280,7 @@ class BPETokenizer:
 
 @cache
 def _printable() -> dict[int, str]:
-    """GPT-2's stand-ins for bytes, as in files of the `tokenizers` library: printable ones are themselves, the rest U+0100 on."""
+    """GPT-2's stand-ins for bytes, which `tokenizers` uses too: printable bytes are themselves, the rest U+0100 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in plain]
     return {b: chr(b) for b in plain} | {b: chr(256 + n) for n, b in enumerate(others)}
