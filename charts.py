@@ -23,7 +23,10 @@ MAX_POINTS = 600  # a line gets no more points than a chart has room for
 
 @dataclass(frozen=True)
 class Line:
-    """Points of one run. `style` is thin, bold (a dot at each point) or bars; a NaN breaks a line and is marked by a cross."""
+    """Points of one run. `style` is thin, bold (a dot at each point) or bars; a NaN breaks a line and is marked by a cross.
+
+    A line whose `label` is empty has no place in the legend.
+    """
 
     label: str
     run: int
@@ -46,8 +49,13 @@ class Chart:
     x_label: str
     y_label: str
     lines: list[Line]
+    note: str = ""  # what the legend has to explain beyond the lines' labels
     log: bool = False
     from_zero: bool = False
+
+    @property
+    def labelled(self) -> list[Line]:
+        return [line for line in self.lines if line.label]
 
 
 def thin_out(points: Points, limit: int = MAX_POINTS) -> Points:
@@ -96,10 +104,10 @@ def make_axis(values: Iterable[float], count: int, *, log: bool = False, from_ze
 
 
 def round_ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` multiples of 1, 2 or 5 times a power of ten within [low, high]."""
+    """About `count` multiples of 1, 2, 2.5 or 5 times a power of ten within [low, high]."""
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
+    step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [k * step for k in range(first, last + 1)]
 
@@ -175,7 +183,7 @@ svg path { fill: none; }
 .grid { stroke: var(--grid); }
 .axis { stroke: var(--muted); }
 .thin { stroke: var(--c); stroke-width: 1.3; stroke-linejoin: round; stroke-linecap: round; stroke-opacity: .75; }
-.bold { stroke: var(--c); stroke-width: 2.4; stroke-linejoin: round; stroke-linecap: round; }
+.bold { stroke: var(--c); stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
 .dot { fill: var(--c); }
 .bars { fill: var(--c); fill-opacity: .4; }
 svg .cross { fill: var(--c); font-weight: bold; font-size: 16px; }
@@ -258,7 +266,7 @@ def draw_line(line: Line, x: Axis, y: Axis) -> Markup:
 def draw_dot(line: Line, point: tuple[float, float], x: Axis, y: Axis) -> Markup:
     cx, cy = place(x, y, point)
     words = tag("title", f"{line.label}: {point[1]:.4f} at {short(point[0])}")
-    return tag("circle", words, cx=cx, cy=cy, r=2.6, class_=css_of(line, "dot"))
+    return tag("circle", words, cx=cx, cy=cy, r=2.2, class_=css_of(line, "dot"))
 
 
 def draw_cross(line: Line, point: tuple[float, float], x: Axis, y: Axis) -> Markup:
@@ -279,9 +287,11 @@ def draw_bars(line: Line, x: Axis, y: Axis) -> Markup:
 
 
 def draw_legend(chart: Chart) -> Markup:
+    """Nothing for a single line: the chart's title says what it is."""
     if len(chart.lines) == 1:
         return Markup()
-    return tag("figcaption", *(tag("span", draw_swatch(line), tag("bdi", line.label), class_="key") for line in chart.lines))
+    keys = [tag("span", draw_swatch(line), tag("bdi", line.label), class_="key") for line in chart.labelled]
+    return tag("figcaption", *keys, tag("span", chart.note))
 
 
 def draw_swatch(line: Line) -> Markup:
@@ -316,6 +326,7 @@ def plot(chart: Chart, axes: Any) -> None:
     """Draws the chart on matplotlib's `axes`, with the same ranges and ticks as the SVG."""
     x, y = axes_of(chart)
     handles = [plot_line(line, axes) for line in chart.lines]
+    shown = [handle for line, handle in zip(chart.lines, handles, strict=True) if line.label]
     axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
     axes.set(yscale="log" if chart.log else "linear", xlim=(x.low, x.high), ylim=(y.low, y.high))
     for axis, ticks in ((axes.xaxis, x.ticks), (axes.yaxis, y.ticks)):
@@ -323,7 +334,9 @@ def plot(chart: Chart, axes: Any) -> None:
         axis.set_ticks([], minor=True)
     axes.grid(axis="y", alpha=0.3)
     if len(handles) > 1:
-        legend = axes.legend(handles, [line.label for line in chart.lines], fontsize=8)
+        legend = axes.legend(
+            shown, [line.label for line in chart.labelled], title=chart.note or None, fontsize=8, title_fontsize=8
+        )
         for text in legend.get_texts():
             text.set_parse_math(False)  # a run's name may hold a dollar sign
 

@@ -10,14 +10,13 @@ network and follows the reader's light or dark mode, and report_*.png beside it.
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -25,231 +24,14 @@ from urllib.parse import quote
 from charts import STYLE as CHART_STYLE
 from charts import Chart, Line, Markup, Points, draw_figure, draw_png, tag
 from common import UserError, atomic_write, format_duration, run_main, write_text
-from config import Config, make_config, parse_config
-from metrics import read_metrics
+from config import make_config, parse_config
+from runs import Run, Vocabulary, checkpoints_of, find_run_folders, labels_of, number, read_run, read_vocabularies, table_in
 
 USES = ("run.checkpoint_dir",)
 
-MAX_STEP = 10**15  # a greater one is no step
+EVALUATION_KEYS = ("loss", "perplexity", "word_perplexity", "bits_per_byte")
 MAX_SAMPLE_STEPS = 60
 LONG_TOKEN = 20  # characters; longer tokens are counted with these
-TOKENS_LOOKED_AT = 50_000  # of the validation split, to see how the vocabulary is used
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Reading runs
-
-
-@dataclass
-class Run:
-    """What was found in a run's folder. `notes` says what a reader should know about what was not."""
-
-    label: str
-    folder: Path
-    train: list[dict[str, Any]] = field(default_factory=list)
-    eval: list[dict[str, Any]] = field(default_factory=list)
-    sample: list[dict[str, Any]] = field(default_factory=list)
-    settings: dict[str, Any] = field(default_factory=dict)
-    config: Config | None = None
-    max_iters: int = 0  # steps of the whole schedule; 0: not known
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def last_step(self) -> int:
-        return max((int(records[-1]["step"]) for records in (self.train, self.eval) if records), default=0)
-
-    @property
-    def complete(self) -> bool:
-        return 0 < self.max_iters <= self.last_step
-
-
-def is_run_folder(folder: Path) -> bool:
-    return folder.is_dir() and ((folder / "metrics.jsonl").exists() or any(folder.glob("checkpoint_*.pt")))
-
-
-def find_run_folders(names: Sequence[str], checkpoint_dir: Path) -> list[Path]:
-    """The folders of the named runs, each once. Raises UserError listing the runs that exist for a name that is none."""
-    folders: list[Path] = []
-    for name in names:
-        candidates = [folder for folder in (checkpoint_dir / name, Path(name)) if is_run_folder(folder)]
-        if not candidates:
-            raise UserError(f"there is no run {name!r} in {checkpoint_dir}; {existing_runs(checkpoint_dir)}")
-        if not any(candidates[0].samefile(known) for known in folders):
-            folders.append(candidates[0])
-    if not folders:
-        raise UserError(f"name one run or several; {existing_runs(checkpoint_dir)}")
-    return folders
-
-
-def existing_runs(checkpoint_dir: Path) -> str:
-    folders = sorted(checkpoint_dir.iterdir()) if checkpoint_dir.is_dir() else []
-    names = [folder.name for folder in folders if is_run_folder(folder)]
-    if names:
-        return "runs there: " + ", ".join(names)
-    return "there are no runs there yet; train.py makes one, --checkpoint-dir names another folder"
-
-
-def read_run(folder: Path, label: str) -> Run:
-    run = Run(label, folder)
-    sort_metrics(run)
-    run.settings = read_optional_json(run, folder / "config.json") or settings_of_checkpoint(run)
-    try:
-        run.config = Config.from_dict(run.settings) if run.settings else None
-    except ValueError as error:
-        run.notes.append(f"The settings are of another version, so some figures are left out: {error}.")
-    run.max_iters = planned_steps(run)
-    if not run.train and not run.eval:
-        run.notes.append("There is nothing in metrics.jsonl yet.")
-    bad = sum(not math.isfinite(number(record.get("loss"))) for record in run.train)
-    if bad:
-        run.notes.append(f"The training loss was not a finite number in {bad} of {len(run.train):,} records (marked \u00d7).")
-    return run
-
-
-def planned_steps(run: Run) -> int:
-    """Steps of the whole schedule; where it is given in passes, the prepared tokens decide. 0 where it is not known."""
-    if run.config is None or run.config.train.max_iters:
-        return run.config.train.max_iters if run.config else 0
-    split = table_in(table_in(read_optional_json(run, run.config.tokens_dir / "meta.json"), "splits"), "train")
-    if not number(split.get("tokens")) > run.config.model.block_size:
-        return 0
-    from dataset import count_steps
-
-    return count_steps(int(split["tokens"]), run.config.train, run.config.model.block_size)
-
-
-def sort_metrics(run: Run) -> None:
-    """Sorts the records of metrics.jsonl into the run by kind and step.
-
-    A torn last line is what a killed or a writing process leaves, so it is passed over; other bad lines are counted.
-    """
-    path = run.folder / "metrics.jsonl"
-    if not path.exists():
-        return
-    records = [record for record in read_metrics(path) if 0 <= record["step"] < MAX_STEP]
-    unreadable = path.read_bytes().count(b"\n") - len(records)
-    if unreadable > 0:
-        run.notes.append(f"{unreadable:,} lines of metrics.jsonl could not be read.")
-    for kind, found in (("train", run.train), ("eval", run.eval), ("sample", run.sample)):
-        found.extend(sorted((r for r in records if r["kind"] == kind), key=lambda r: r["step"]))
-
-
-def number(value: Any) -> float:
-    """`value` as a float; NaN for whatever is not a number, or one beyond all that a run can have."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    return float(value) if abs(value) < 1e100 else math.nan
-
-
-def table_in(values: dict[str, Any], key: str) -> dict[str, Any]:
-    return values[key] if isinstance(values.get(key), dict) else {}
-
-
-def read_optional_json(run: Run, path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; an empty one, with a note where the file is damaged, when there is none."""
-    try:
-        value = json.loads(path.read_bytes().decode("utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        run.notes.append(f"{path.name} is damaged and was left out.")
-        return {}
-    return value
-
-
-def settings_of_checkpoint(run: Run) -> dict[str, Any]:
-    """The settings inside a checkpoint, for a run folder that lost its config.json."""
-    paths = [path for path in checkpoints_of(run) if path.is_file()]
-    if not paths:
-        return {}
-    from checkpoint import load_checkpoint
-
-    try:
-        return load_checkpoint(paths[0])["config"]["settings"]
-    except UserError as error:
-        run.notes.append(f"{error}.")
-        return {}
-
-
-def checkpoints_of(run: Run) -> list[Path]:
-    return sorted(run.folder.glob("checkpoint_*.pt"))
-
-
-def labels_of(folders: Sequence[Path]) -> list[str]:
-    """A short, distinct name for each run: the folder's name, or the whole path where two share a name."""
-    names = [folder.resolve().name for folder in folders]
-    return [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Tokenizers
-
-
-@dataclass
-class Vocabulary:
-    """What a tokenizer's vocabulary looks like, and how the validation text uses it."""
-
-    label: str
-    kind: str
-    size: int
-    lengths: Counter
-    used: Counter
-    longest: list[str]
-    special: int
-    sample: dict[str, Any]
-    splits: dict[str, Any]
-
-    @property
-    def characters_per_token(self) -> float:
-        total = sum(self.used.values())
-        return sum(length * n for length, n in self.used.items()) / total if total else math.nan
-
-
-def read_vocabularies(runs: Sequence[Run]) -> list[Vocabulary]:
-    """The tokenizers of the runs, each once, labelled by the runs that use it."""
-    users: dict[Path, list[Run]] = {}
-    for run in runs:
-        if run.config and run.config.tokenizer_path.exists():
-            users.setdefault(run.config.tokenizer_path.resolve(), []).append(run)
-    vocabularies = [read_vocabulary(sharing) for sharing in users.values()]
-    return [vocabulary for vocabulary in vocabularies if vocabulary is not None]
-
-
-def read_vocabulary(sharing: Sequence[Run]) -> Vocabulary | None:
-    from tokenizer import BPETokenizer
-
-    run = sharing[0]
-    try:
-        tokenizer = BPETokenizer.load(run.config.tokenizer_path)
-    except UserError as error:
-        run.notes.append(f"{error}.")
-        return None
-    texts = [tokenizer.decode_bytes([i]).decode("utf-8", "replace") for i in range(tokenizer.vocab_size)]
-    meta = read_optional_json(run, run.config.tokens_dir / "meta.json")
-    used = Counter(len(texts[i]) for i in validation_ids(run, meta) if i < len(texts) and texts[i])
-    return Vocabulary(
-        label=", ".join(other.label for other in sharing),
-        kind=tokenizer.kind,
-        size=tokenizer.vocab_size,
-        lengths=Counter(len(text) for text in texts if text),
-        used=used,
-        longest=sorted(texts, key=len, reverse=True)[:40],
-        special=texts.count(""),
-        sample=table_in(read_optional_json(run, run.config.tokenizer_meta_path), "sample"),
-        splits=table_in(meta, "splits"),
-    )
-
-
-def validation_ids(run: Run, meta: dict[str, Any]) -> list[int]:
-    """The first ids of the validation split, or none where it was not prepared."""
-    import numpy as np
-
-    path, dtype = run.config.tokens_dir / "val.bin", meta.get("dtype")
-    if dtype not in ("uint16", "uint32") or not path.exists():
-        return []
-    return np.fromfile(path, dtype=np.dtype(dtype).newbyteorder("<"), count=TOKENS_LOOKED_AT).tolist()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -273,28 +55,39 @@ def time_unit(runs: Sequence[Run]) -> tuple[str, float]:
 
 
 def make_charts(runs: Sequence[Run]) -> list[Chart]:
-    unit, seconds = time_unit(runs)
-    nats = "loss (nats per token)"
-    steps = loss_lines(runs, "step")
-    charts = [
-        Chart("loss_step", "Loss against steps", "step", nats, steps),
-        Chart("loss_close", "Loss, close up", "step (the first fifth left out)", nats, close_up(steps)),
-        Chart("loss_tokens", "Loss against tokens", "tokens seen", nats, loss_lines(runs, "tokens")),
-        Chart("loss_time", "Loss against time", f"time ({unit})", nats, loss_lines(runs, "elapsed_s", seconds)),
-        Chart("learning_rate", "Learning rate", "step", "learning rate", lines_of(runs, "lr"), from_zero=True),
-        Chart("grad_norm", "Gradient norm", "step", "norm before clipping", lines_of(runs, "grad_norm"), log=True),
-        Chart("speed", "Speed", "step", "tokens per second", lines_of(runs, "tokens_per_s"), from_zero=True),
-        Chart("utilisation", "Utilisation", "step", "% of the peak FLOP/s", percent(lines_of(runs, "mfu")), from_zero=True),
-    ]
+    charts = [*loss_charts(runs), *progress_charts(runs)]
     return [chart for chart in charts if chart.lines]
 
 
+def loss_charts(runs: Sequence[Run]) -> list[Chart]:
+    unit, seconds = time_unit(runs)
+    nats, note = "loss (nats per token)", "thin: training, bold: validation" if len(runs) > 1 else ""
+    steps, late = loss_lines(runs, "step"), "step (the first fifth left out)"
+    return [
+        Chart("loss_step", "Loss against steps", "step", nats, steps, note),
+        Chart("loss_close", "Loss, close up, training smoothed", late, nats, close_up(steps), note),
+        Chart("loss_tokens", "Loss against tokens", "tokens seen", nats, loss_lines(runs, "tokens"), note),
+        Chart("loss_time", "Loss against time", f"time ({unit})", nats, loss_lines(runs, "elapsed_s", seconds), note),
+    ]
+
+
+def progress_charts(runs: Sequence[Run]) -> list[Chart]:
+    share = percent(lines_of(runs, "mfu"))
+    return [
+        Chart("learning_rate", "Learning rate", "step", "learning rate", lines_of(runs, "lr"), from_zero=True),
+        Chart("grad_norm", "Gradient norm", "step", "norm before clipping", lines_of(runs, "grad_norm"), log=True),
+        Chart("speed", "Speed", "step", "tokens per second", lines_of(runs, "tokens_per_s"), from_zero=True),
+        Chart("utilisation", "Utilisation", "step", "% of matrix-product speed", share, from_zero=True),
+    ]
+
+
 def loss_lines(runs: Sequence[Run], x: str, scale: float = 1.0) -> list[Line]:
+    """Both losses of each run; of several runs only one line each is named, since a colour stands for a run."""
     lines = []
     for i, run in enumerate(runs):
-        name = f"{run.label}, " if len(runs) > 1 else ""
-        lines.append(Line(name + "training", i, curve(run.train, x, "loss", scale), "thin"))
-        lines.append(Line(name + "validation", i, curve(run.eval, x, "val_loss", scale), "bold"))
+        labels = ("training", "validation") if len(runs) == 1 else ("" if run.eval else run.label, run.label)
+        lines.append(Line(labels[0], i, curve(run.train, x, "loss", scale), "thin"))
+        lines.append(Line(labels[1], i, curve(run.eval, x, "val_loss", scale), "bold"))
     return drawable_lines(lines)
 
 
@@ -306,8 +99,23 @@ def drawable_lines(lines: Iterable[Line]) -> list[Line]:
 def close_up(lines: Sequence[Line]) -> list[Line]:
     """The lines without their first fifth, where the fall from the random start would flatten everything after it."""
     start = 0.2 * max((x for line in lines for x, _ in line.points), default=0.0)
-    late = [Line(line.label, line.run, [p for p in line.points if p[0] >= start], line.style) for line in lines]
+    late = []
+    for line in lines:
+        points = smooth(line.points) if line.style == "thin" else line.points
+        late.append(Line(line.label, line.run, [p for p in points if p[0] >= start], line.style))
     return [line for line in drawable_lines(late) if len(line.points) > 1]
+
+
+def smooth(points: Points) -> Points:
+    """Each value averaged with those before it, a fiftieth of all together; what is not finite is left out and stays."""
+    window = max(1, len(points) // 50)
+    recent: deque[float] = deque(maxlen=window)
+    smoothed = []
+    for x, y in points:
+        if math.isfinite(y):
+            recent.append(y)
+        smoothed.append((x, statistics.fmean(recent) if math.isfinite(y) else y))
+    return smoothed
 
 
 def lines_of(runs: Sequence[Run], y: str) -> list[Line]:
@@ -336,6 +144,27 @@ def histogram(lengths: Counter) -> Points:
     for length, n in lengths.items():
         grouped[min(length, LONG_TOKEN)] += n
     return [(float(k), 100 * grouped[k] / grouped.total()) for k in range(1, max(grouped, default=0) + 1)]
+
+
+@dataclass
+class Report:
+    """All that the page and the PNG files show."""
+
+    runs: list[Run]
+    vocabularies: list[Vocabulary]
+
+    @property
+    def charts(self) -> list[Chart]:
+        return make_charts(self.runs)
+
+    @property
+    def all_charts(self) -> list[Chart]:
+        return self.charts + ([token_length_chart(self.vocabularies)] if self.vocabularies else [])
+
+
+def read_report(folders: Sequence[Path]) -> Report:
+    runs = [read_run(folder, label) for folder, label in zip(folders, labels_of(folders), strict=True)]
+    return Report(runs, read_vocabularies(runs))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -381,8 +210,12 @@ summary { cursor: pointer; margin: .8em 0; }
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def make_page(runs: Sequence[Run], vocabularies: Sequence[Vocabulary], page: Path, refresh: int | None) -> str:
-    """The whole report as one HTML document. `refresh` is the number of seconds after which an open page reloads."""
+def make_page(report: Report, page: Path, pictures: bool, refresh: int | None) -> str:
+    """The whole report as one HTML document, which links the PNG files if there are `pictures`.
+
+    `refresh` is the number of seconds after which an open page reloads itself.
+    """
+    runs = report.runs
     title = "Report: " + ", ".join(run.label for run in runs)
     head = tag(
         "head",
@@ -395,7 +228,7 @@ def make_page(runs: Sequence[Run], vocabularies: Sequence[Vocabulary], page: Pat
     )
     written = "Written " + time.strftime("%Y-%m-%d %H:%M:%S")
     live = f"; reloads every {refresh} s while report.py --watch runs" if refresh else ""
-    charts = [draw_figure(chart) for chart in make_charts(runs)]
+    charts = [draw_figure(chart) for chart in report.charts]
     body = tag(
         "body",
         tag("h1", title),
@@ -405,8 +238,8 @@ def make_page(runs: Sequence[Run], vocabularies: Sequence[Vocabulary], page: Pat
         section("Curves", tag("div", *charts, class_="charts")) if charts else Markup(),
         section("Samples", *sample_cards(runs)),
         section("Settings", *settings_parts(runs)),
-        section("Tokenizer", *tokenizer_parts(vocabularies)),
-        section("Files", *file_lists(runs, page)),
+        section("Tokenizer", *tokenizer_parts(report.vocabularies)),
+        section("Files", *file_lists(runs, page), *(picture_links(report) if pictures else [])),
     )
     return "<!doctype html>\n" + tag("html", head, body, lang="en") + "\n"
 
@@ -474,7 +307,8 @@ def loss_figures(run: Run) -> dict[str, str]:
 
 
 def perplexity(loss: float) -> str:
-    return f"{math.exp(loss):,.2f}" if loss < 100 else "astronomical"
+    value = math.exp(min(loss, 700.0))
+    return f"{value:,.2f}" if value < 1e6 else f"{value:.1e}"
 
 
 def speed_figures(run: Run) -> dict[str, str]:
@@ -484,23 +318,18 @@ def speed_figures(run: Run) -> dict[str, str]:
     if speeds:
         figures["tokens per second, median"] = f"{statistics.median(speeds):,.0f}"
     if shares:
-        figures["utilisation, median"] = f"{100 * statistics.median(shares):.1f} % of the peak FLOP/s"
+        figures["utilisation, median"] = f"{100 * statistics.median(shares):.1f} % of the device's speed in matrix products"
+    memory = max((y for _, y in curve(run.train, "step", "memory_bytes") if math.isfinite(y)), default=0.0)
+    if memory > 0:
+        figures["peak memory of the GPU"] = f"{memory / 1e9:.2f} GB"
     return figures
 
 
 def evaluation_figures(run: Run) -> dict[str, str]:
     """What evaluate.py found on whole splits."""
     figures = {}
-    for path in sorted(run.folder.glob("evaluation_*.json")):
-        found = read_optional_json(run, path)
-        split = path.stem.removeprefix("evaluation_")
-        names = {
-            "loss": "loss",
-            "perplexity": "perplexity",
-            "word_perplexity": "word perplexity",
-            "bits_per_byte": "bits per byte",
-        }
-        values = [(words, number(found.get(key))) for key, words in names.items()]
+    for split, found in run.evaluations.items():
+        values = [(key.replace("_", " "), number(found.get(key))) for key in EVALUATION_KEYS]
         shown = ", ".join(f"{words} {value:,.4g}" for words, value in values if math.isfinite(value))
         if shown:
             figures[f"whole {split} split"] = shown
@@ -512,11 +341,12 @@ def evaluation_figures(run: Run) -> dict[str, str]:
 
 def sample_cards(runs: Sequence[Run]) -> list[Markup]:
     """One row a step with the runs side by side; a single run's steps stand side by side instead."""
+    runs = [run for run in runs if run.sample]
     steps = sorted({record["step"] for run in runs for record in run.sample})
     if not steps:
         return []
     shown = evenly(steps, MAX_SAMPLE_STEPS)
-    cards = [sample_card(run, i, step, len(runs) > 1) for step in shown for i, run in enumerate(runs)]
+    cards = [sample_card(run, step, len(runs) > 1) for step in shown for run in runs]
     columns = f"repeat({len(runs)}, minmax(min(80vw, 300px), 1fr))" if len(runs) > 1 else ""
     style = f"grid-template-columns: {columns or 'repeat(auto-fill, minmax(min(100%, 400px), 1fr))'}"
     left_out = len(steps) - len(shown)
@@ -531,9 +361,9 @@ def evenly(values: Sequence[Any], limit: int) -> list[Any]:
     return [values[round(i * (len(values) - 1) / (limit - 1))] for i in range(limit)]
 
 
-def sample_card(run: Run, index: int, step: float, name_run: bool) -> Markup:
+def sample_card(run: Run, step: int, name_run: bool) -> Markup:
     """All samples of a run at a step, the prompt in bold."""
-    title = f"step {step:,.0f}" + (f", {run.label}" if name_run else "")
+    title = f"step {step:,}" + (f", {run.label}" if name_run else "")
     texts = []
     for record in run.sample:
         if record["step"] == step:
@@ -654,15 +484,10 @@ def file_lists(runs: Sequence[Run], page: Path) -> list[Markup]:
 
 def files_of(run: Run) -> list[Path]:
     paths = [run.folder / "metrics.jsonl", run.folder / "config.json"]
-    paths += [*sorted(run.folder.glob("evaluation_*.json")), *checkpoints_of(run), *sorted(run.folder.glob("report_*.png"))]
+    paths += [*sorted(run.folder.glob("evaluation_*.json")), *checkpoints_of(run)]
     if run.config:
-        config = run.config
-        paths += [
-            config.tokenizer_path,
-            config.tokenizer_meta_path,
-            config.tokens_dir / "meta.json",
-            config.raw_dir / "manifest.json",
-        ]
+        paths += [run.config.tokenizer_path, run.config.tokenizer_meta_path]
+        paths += [run.config.tokens_dir / "meta.json", run.config.raw_dir / "manifest.json"]
     return [path for path in paths if path.is_file()]
 
 
@@ -680,6 +505,15 @@ def file_size(path: Path) -> str:
     return f" {size / 1e6:,.1f} MB" if size >= 1e5 else f" {size / 1e3:,.1f} kB"
 
 
+def picture_name(chart: Chart) -> str:
+    return f"report_{chart.name}.png"
+
+
+def picture_links(report: Report) -> list[Markup]:
+    items = [tag("li", tag("a", picture_name(chart), href=picture_name(chart))) for chart in report.all_charts]
+    return [tag("div", tag("h3", "Pictures"), tag("ul", *items))]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The command
 
@@ -693,38 +527,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-png", action="store_true", help="write the page only, which needs no matplotlib")
 
 
-def write_pngs(charts: Sequence[Chart], folder: Path) -> list[Path]:
-    """Draws each chart into report_<name>.png. Raises UserError where matplotlib is not installed."""
+def has_matplotlib() -> bool:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise UserError(
-            f"matplotlib is missing, so {folder / 'report.html'} is written but no PNG file is; "
-            "run: uv sync --group dev, or leave them out with --no-png"
-        ) from None
-    paths = [folder / f"report_{chart.name}.png" for chart in charts]
-    for chart, path in zip(charts, paths, strict=True):
-        with atomic_write(path) as file:
+        return False
+    return True
+
+
+def write_pngs(charts: Sequence[Chart], folder: Path) -> None:
+    """Draws each chart into a PNG file; those of an earlier call, which showed something else, are removed."""
+    for old in set(folder.glob("report_*.png")) - {folder / picture_name(chart) for chart in charts}:
+        old.unlink()
+    for chart in charts:
+        with atomic_write(folder / picture_name(chart)) as file:
             draw_png(chart, file)
-    return paths
-
-
-def write_report(folders: Sequence[Path], page: Path, refresh: int | None = None) -> tuple[list[Run], list[Chart]]:
-    """Reads the runs and writes the page; returns what it shows."""
-    runs = [read_run(folder, label) for folder, label in zip(folders, labels_of(folders), strict=True)]
-    vocabularies = read_vocabularies(runs)
-    write_text(page, make_page(runs, vocabularies, page, refresh))
-    charts = make_charts(runs) + ([token_length_chart(vocabularies)] if vocabularies else [])
-    return runs, charts
 
 
 def watch(folders: Sequence[Path], page: Path, seconds: int) -> None:
     """Writes the page again every `seconds` until every run has done its last step; Ctrl-C ends it sooner."""
     print(f"watching; open {page}, which reloads itself (Ctrl-C ends this)", flush=True)
     while True:
-        runs, _ = write_report(folders, page, refresh=seconds)
-        print(f"{time.strftime('%H:%M:%S')}  " + "; ".join(f"{run.label}: {progress_of(run)}" for run in runs), flush=True)
-        if all(run.complete for run in runs):
+        report = read_report(folders)
+        write_text(page, make_page(report, page, pictures=False, refresh=seconds))
+        print(time.strftime("%H:%M:%S  ") + "; ".join(f"{run.label}: {progress_of(run)}" for run in report.runs), flush=True)
+        if all(run.complete for run in report.runs):
             return
         time.sleep(seconds)
 
@@ -737,13 +564,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = folders[0] / "report.html"
     if args.watch:
         watch(folders, page, args.watch_seconds)
-    runs, charts = write_report(folders, page)
-    pngs = [] if args.no_png else write_pngs(charts, page.parent)
-    if pngs:
-        write_report(folders, page)  # once more: it links to the pictures
-    for run in runs:
+    report, pictures = read_report(folders), not args.no_png and has_matplotlib()
+    write_text(page, make_page(report, page, pictures, refresh=None))
+    if pictures:
+        write_pngs(report.all_charts, page.parent)
+    elif not args.no_png:
+        advice = "run: uv sync --group dev, or leave them out with --no-png"
+        raise UserError(f"matplotlib is missing, so {page} is written but no PNG file is; {advice}")
+    for run in report.runs:
         print(f"{run.label}: {progress_of(run)}")
-    print(f"wrote {page} ({page.stat().st_size / 1e3:,.0f} kB) and {len(pngs)} PNG files beside it; open it in a browser")
+    beside = f", and {len(report.all_charts)} PNG files beside it" if pictures else ""
+    print(f"wrote {page} ({page.stat().st_size / 1e3:,.0f} kB){beside}; open it in a browser")
     return 0
 
 

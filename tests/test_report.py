@@ -15,11 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, assert_user_error
 
 import report
 from charts import log_ticks, make_axis, round_ticks, short, thin_out
+from common import UserError
 from config import make_config
+from runs import find_run_folders, labels_of, read_run, read_vocabularies
 from tokenizer import BPETokenizer
 
 HOSTILE = '</pre><script>alert(1)</script><img src=x onerror="alert(1)">\u202e\ud800\0"&\u001b[31m'
@@ -132,7 +135,7 @@ def test_report_of_two_runs_shows_both_and_needs_no_network(stage: Callable, run
 
 def test_settings_that_differ_and_no_others(runs: Path) -> None:
     """Would catch a difference between runs that is not shown, or rows of equal settings drowning it."""
-    a, b = (report.flat_settings(report.read_run(runs / name, name).settings) for name in ("quick", "wide"))
+    a, b = (report.flat_settings(read_run(runs / name, name).settings) for name in ("quick", "wide"))
     rows = report.setting_rows([a, b], only_different=True)
     expected = [["model.n_head", "4", "6"], ["model.n_embd", "256", "384"], ["train.learning_rate", "0.002", "0.001"]]
     assert rows == expected
@@ -143,7 +146,7 @@ def test_settings_that_differ_and_no_others(runs: Path) -> None:
 
 def test_curves_follow_the_records(runs: Path) -> None:
     """Would catch a wrong column, unit or order, and a loss that was not finite vanishing without a mark."""
-    run = report.read_run(runs / "quick", "quick")
+    run = read_run(runs / "quick", "quick")
     charts = {chart.name: chart for chart in report.make_charts([run])}
     training, validation = charts["loss_time"].lines
     assert [x for x, _ in validation.points] == pytest.approx([k * 170 / 60 for k in range(5)])
@@ -159,7 +162,7 @@ def test_curves_follow_the_records(runs: Path) -> None:
 
 def test_tokenizer_figures_are_exact(runs: Path) -> None:
     """Would catch special tokens or torn characters counted as text, and a histogram that does not add up."""
-    (vocabulary,) = report.read_vocabularies([report.read_run(runs / "quick", "quick")])
+    (vocabulary,) = read_vocabularies([read_run(runs / "quick", "quick")])
     tokenizer = BPETokenizer.load(runs.parent / "data" / "local" / "tokenizer.json")
     ids = [tokenizer.encode(text) for text in TEXT]
     tokens = sum(map(len, ids))
@@ -211,19 +214,19 @@ def test_torn_last_line_is_passed_over_and_damage_is_named(runs: Path) -> None:
 
 
 def test_damaged_files_never_end_in_a_traceback(runs: Path, capsys: pytest.CaptureFixture) -> None:
-    """Would catch a reader that trusts a file's types or values: 120 seeded mutations of everything the report reads."""
+    """Would catch a reader that trusts a file's types or values: 90 seeded mutations of everything the report reads."""
     data = runs.parent / "data" / "local"
     names = [runs / "quick" / "metrics.jsonl", runs / "quick" / "config.json", data / "tokenizer.json"]
     names += [data / "tokens" / "meta.json", data / "tokens" / "val.bin", runs / "quick" / "evaluation_val.json"]
     names[-1].write_text('{"loss": 3.2, "perplexity": 24.5, "bits_per_byte": 1.2}', encoding="utf-8")
     whole = {path: path.read_bytes() for path in names}
-    for seed in range(120):
+    for seed in range(90):
         draw = random.Random(seed)
         path = draw.choice(names)
         path.write_bytes(mutated(whole[path], draw))
         try:
             Page(make_and_find(runs))
-        except report.UserError as error:
+        except UserError as error:
             assert "\n" not in str(error), seed
         path.write_bytes(whole[path])
     assert "Traceback" not in capsys.readouterr().err
@@ -259,9 +262,9 @@ def test_unknown_run_lists_those_that_exist(stage: Callable, runs: Path) -> None
 def test_a_run_can_be_a_path_and_is_shown_once(runs: Path) -> None:
     """Would catch two runs of one name told apart by nothing, and one run named twice compared with itself."""
     other = make_run(runs.parent / "other" / "quick", quality=0.9)
-    folders = report.find_run_folders(["quick", str(runs / "quick"), str(other)], runs)
+    folders = find_run_folders(["quick", str(runs / "quick"), str(other)], runs)
     assert folders == [runs / "quick", other]
-    assert report.labels_of(folders) == [str(runs / "quick"), str(other)]
+    assert labels_of(folders) == [str(runs / "quick"), str(other)]
 
 
 def test_without_matplotlib_the_page_is_written_and_the_rest_explained(stage: Callable, runs: Path, tmp_path: Path) -> None:
@@ -307,13 +310,26 @@ def test_watch_ends_cleanly_on_a_signal(runs: Path) -> None:
     assert Page(runs / "wide" / "report.html").with_tag("figure")
 
 
+def test_a_folder_without_config_takes_the_settings_of_its_checkpoint(runs: Path) -> None:
+    """Would catch a report that knows nothing about a run whose small files were not copied along."""
+    settings = json.loads((runs / "wide" / "config.json").read_text(encoding="utf-8"))
+    (runs / "wide" / "config.json").unlink()
+    (runs / "wide" / "metrics.jsonl").unlink()
+    stored = {"settings": settings, "tokenizer": "", "data_fingerprint": "", "progress": {}, "environment": {}}
+    checkpoint = {"iter": 7, "model": {}, "optimizer": {}, "train_loss": 1.0, "val_loss": 1.0, "config": stored}
+    torch.save(checkpoint, runs / "wide" / "checkpoint_latest.pt")
+    page = make_report("wide", folder=runs)
+    assert "8,755,968" in page.text
+    assert "checkpoint_latest.pt" in [attributes["href"] for attributes in page.with_tag("a")]
+
+
 def test_epoch_runs_know_their_end(runs: Path) -> None:
     """Would catch a run given in passes over the data never being called complete."""
     make_run(runs / "epoch", max_iters=0, max_epochs=2.0, sampling="epoch")
     meta_path = runs.parent / "data" / "local" / "tokens" / "meta.json"
     meta = {"splits": {"train": {"tokens": 256 * 16 * 200 + 1}}}
     meta_path.write_text(json.dumps(meta), encoding="utf-8")
-    assert report.read_run(runs / "epoch", "epoch").max_iters == STEPS
+    assert read_run(runs / "epoch", "epoch").max_iters == STEPS
 
 
 def test_axes_hold_their_data_and_round_ticks() -> None:
