@@ -25,7 +25,7 @@ PACKAGES = ("numpy", "torch")
 # Test suites document cases, not the library; site-packages may lie inside the standard library's folder.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-TITLE_LIKE = re.compile(r"\s*= (?!= )(.*\S)(?<! =) =\s*")  # a line that a reader could take for an article's title
+TITLE_LIKE = re.compile(r"\s*= (?!= )(.+)(?<! =) =\s*")  # a line that a reader could take for an article's title
 
 
 def versions() -> dict[str, str]:

@@ -338,10 +338,10 @@ def _members(file: zipfile.ZipFile, archive: Path) -> list[tuple[zipfile.ZipInfo
     placed = [(info, path) for info, path in placed if not any(p.startswith((".", "__MACOSX")) for p in path.parts)]
     skipped = [str(path) for _, path in placed if kind_of(path) is None]
     placed = sorted(((info, path) for info, path in placed if kind_of(path)), key=lambda pair: pair[1].as_posix())
+    if not placed:
+        raise UserError(f"{archive} holds no file that can be read ({describe_skipped(skipped)}); kinds: {', '.join(KINDS)}")
     if skipped:
         print(f"{archive.name}: {describe_skipped(skipped)}", flush=True)
-    if not placed:
-        raise UserError(f"{archive} holds no file that can be read; kinds: {', '.join(KINDS)}")
     if any(info.flag_bits & 1 for info, _ in placed):
         raise UserError(f"{archive} is encrypted; unpack it by hand and give the files with --input")
     while len({path.parts[0] for _, path in placed}) == 1 and all(len(path.parts) > 1 for _, path in placed):
