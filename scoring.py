@@ -67,7 +67,7 @@ def text_from_tokens(data: TokenData, split: str, tokenizer: BPETokenizer) -> Sc
     # Characters without a token are missing from decoded text, so the documents' shares are scaled to the true sums.
     totals = np.array([entry["words"], entry["scored_bytes"]], np.float64)
     words, num_bytes = (counts * totals / np.maximum(counts.sum(axis=0), 1)).T
-    return ScoredText(ids, starts, words, num_bytes, f"{data.path(split)}")
+    return ScoredText(ids, starts, words, num_bytes, str(data.path(split)))
 
 
 def text_from_corpus(corpus: Corpus, split: str, tokenizer: BPETokenizer, detokenise: bool = False) -> ScoredText:
@@ -81,7 +81,7 @@ def text_from_corpus(corpus: Corpus, split: str, tokenizer: BPETokenizer, detoke
     starts = np.cumsum([0, *map(len, documents)])
     ids = np.concatenate([np.empty(0, np.uint32), *documents])
     how = "detokenised and encoded anew" if detokenise else "encoded anew"
-    return ScoredText(ids, starts, np.array(words, float), np.array(num_bytes, float), f"{corpus.raw_dir}, {how}")
+    return ScoredText(ids, starts, np.array(words, float), np.array(num_bytes, float), f"the corpus's text, {how}")
 
 
 # WikiText separates punctuation with spaces and writes " @-@ " inside numbers and compounds. Order matters.
