@@ -116,6 +116,7 @@ class Corpus:
         self.manifest = manifest
         self.files = [SourceFile(f["path"], f["kind"], f["split"], f.get("source", "")) for f in manifest["files"]]
         self.paths = [raw_dir / f.path for f in self.files]  # an absolute path stays as it is
+        self.sizes = [f["bytes"] for f in manifest["files"]]
         self.settings = DataConfig(**manifest["settings"])
         self.splitting = manifest["splitting"]
 
@@ -131,7 +132,7 @@ class Corpus:
     @property
     def bytes(self) -> int:
         """Size of all files, as they lie on the disk."""
-        return sum(f["bytes"] for f in self.manifest["files"])
+        return sum(self.sizes)
 
     def iter_documents(self, split: str) -> Iterator[str]:
         """Streams the documents of a split in their fixed order."""

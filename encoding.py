@@ -401,17 +401,24 @@ class TokenWriter:
         self._journal.flush()
         os.fsync(self._journal.fileno())
 
-    def finish(self) -> dict[str, str]:
-        """Gives the files their names; returns their sha256. The caller then writes meta.json, then calls `forget`."""
+    @property
+    def size(self) -> int:
+        """Bytes in all files."""
+        return sum(self._state.sizes.values())
+
+    def finish(self) -> dict[str, dict[str, Any]]:
+        """Gives the files their names; returns each split's figures. The caller writes meta.json, then calls `forget`."""
         self.commit()
         (self.folder / "meta.json").unlink(missing_ok=True)  # the old one must not describe the new files
         for split in SPLITS:
             self._files[split].close()
             os.replace(self.part_path(split), self.folder / f"{split}.bin")
         fsync_dir(self.folder)
-        return {split: h.hexdigest() for split, h in self._state.hashes.items()}
+        hashes = self._state.hashes
+        return {s: {"file": f"{s}.bin", **self.totals.split(s), "sha256": hashes[s].hexdigest()} for s in SPLITS}
 
     def forget(self) -> None:
+        """The journal has done its work."""
         self._journal.close()
         self._journal_path.unlink()
 
