@@ -11,6 +11,7 @@ stay inside: a word with its space, or a match of the byte pattern (tokenizer.py
 """
 
 import heapq
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -734,3 +735,394 @@ def grouped(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         packed = keys[order]
     starts = boundaries((packed,))
     return order, packed[starts], starts
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Applying merges
+
+Ranks = dict[tuple[int, int], int]  # (left, right) to the merge's rank: the lower goes first
+
+
+def merge_piece(ids: list[int], ranks: Ranks, results: Sequence[int]) -> list[int]:
+    """Applies the merge of the lowest rank, at its leftmost place, until none is left. Time is O(n log n)."""
+    if len(ids) > 48:
+        return _merge_long_piece(ids, ranks, results)
+    ids = list(ids)
+    last = len(results)
+    around = [ranks.get(pair, last) for pair in itertools.pairwise(ids)]
+    while around:
+        rank = min(around)
+        if rank == last:
+            break
+        i = around.index(rank)
+        ids[i : i + 2] = [results[rank]]
+        del around[i]
+        if i > 0:
+            around[i - 1] = ranks.get((ids[i - 1], ids[i]), last)
+        if i < len(around):
+            around[i] = ranks.get((ids[i], ids[i + 1]), last)
+    return ids
+
+
+def _merge_long_piece(ids: list[int], ranks: Ranks, results: Sequence[int]) -> list[int]:
+    """The same with a heap of (rank, place) and links to the neighbours; a merged token lives in its first place."""
+    n = len(ids)
+    ids = [*ids, -1]
+    following, previous = list(range(1, n + 2)), list(range(-1, n))
+    heap = [(ranks[pair], i) for i, pair in enumerate(itertools.pairwise(ids)) if pair in ranks]
+    heapq.heapify(heap)
+    while heap:
+        rank, i = heapq.heappop(heap)
+        j = following[i]
+        if ids[i] < 0 or ranks.get((ids[i], ids[j])) != rank:
+            continue  # one of the two was merged since
+        ids[i], ids[j] = results[rank], -1
+        before, after = previous[i], following[j]
+        following[i], previous[after] = after, i
+        for a, b in ((before, i), (i, after)):
+            if a >= 0 and (ids[a], ids[b]) in ranks:
+                heapq.heappush(heap, (ranks[ids[a], ids[b]], a))
+    return [i for i in ids if i >= 0]
+
+
+class MergeTable:
+    """The rank of a merge for whole arrays of pairs, with two reads each.
+
+    Row displacement: the merges of one left token are a sparse row, indexed by the right token; the rows are laid over each
+    other in one array, at offsets where they do not collide, and each entry names its left token.
+    """
+
+    NONE = 0xFFFFFFFF  # the rank of no merge
+
+    def __init__(self, ranks: Ranks, vocab_size: int) -> None:
+        pairs = np.array(list(ranks), np.int64).reshape(-1, 2)
+        left, right = pairs[:, 0], pairs[:, 1]
+        self.offsets = _row_offsets(left, right, vocab_size)
+        self.entries = np.full(int(self.offsets.max()) + vocab_size + 1, (1 << 64) - 1, np.uint64)
+        named = pairs[:, 0].astype(np.uint64) << np.uint64(32)
+        self.entries[self.offsets[left] + right] = named | np.fromiter(ranks.values(), np.uint64, len(ranks))
+
+    def find(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """uint32 ranks, NONE where the pair does not merge."""
+        entries = self.entries[self.offsets[left] + right]
+        entries ^= left.astype(np.uint64) << np.uint64(32)  # leaves the rank alone, or something greater than any rank
+        return np.minimum(entries, np.uint64(self.NONE)).astype(np.uint32)
+
+
+def _row_offsets(left: np.ndarray, right: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Where each left token's row starts, int64 (vocab_size + 1,): first fit, the longest rows first."""
+    offsets = np.zeros(vocab_size + 1, np.int64)
+    order = np.argsort(left, kind="stable")
+    left, right = left[order], right[order]
+    starts = boundaries((left,)) if len(left) else np.zeros(0, np.int64)
+    rows = sorted(zip(left[starts].tolist(), np.split(right, starts[1:]), strict=False), key=lambda row: -len(row[1]))
+    span = 4 * len(left) + 64  # a quarter full, so that a short row fits nearly anywhere
+    tries = np.arange(64)
+    used = np.zeros(span + vocab_size + 1, np.bool_)
+    for token, row in rows:
+        offset = token * 40_503 % span
+        while True:
+            candidates = (offset + tries) % span
+            fits = ~used[candidates[:, None] + row].any(axis=1)
+            if fits.any():
+                break
+            offset += len(tries)
+        offsets[token] = candidates[fits.argmax()]
+        used[offsets[token] + row] = True
+    return offsets
+
+
+def merge_columns(tokens: np.ndarray, table: MergeTable, results: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Merges many pieces of one length, one per column of `tokens` (L, W): the merged columns (L, W), and their lengths (W,).
+
+    Every round applies each column's best merge, so all columns still at work have the same length. Beyond a column's
+    own length, an id without merges pads it (and is not counted off its length).
+    """
+    length, width = tokens.shape
+    bits = np.uint32(length.bit_length())  # a pair's place, below its rank: the least number is the merge to apply
+    stop = np.uint32(MergeTable.NONE - (1 << int(bits)))
+    merged, lengths, live = tokens.copy(), np.full(width, length), np.arange(width)
+    best = _with_place(table.find(tokens[:-1], tokens[1:]), np.arange(length - 1, dtype=np.uint32)[:, None], bits)
+    while len(best):
+        chosen = best.min(axis=0)
+        going = chosen < stop
+        if not going.all():
+            merged[: len(tokens), live[~going]] = tokens[:, ~going]
+            lengths[live[~going]] = len(tokens)
+            live, chosen = live[going], chosen[going]
+            tokens, best = tokens[:, going], best[:, going]
+            if len(live) == 0:
+                break
+        place = (chosen & ((np.uint32(1) << bits) - np.uint32(1))).astype(np.int64)
+        new = results[chosen >> bits]
+        behind = np.arange(len(tokens) - 1)[:, None] > place  # these rows move up by one
+        tokens = np.where(behind, tokens[1:], tokens[:-1])
+        best = np.where(behind[:-1], best[1:] - np.uint32(1), best[:-1])  # their places too; NONE only comes nearer to stop
+        _update(tokens, best, place, new, table, bits)
+    merged[: len(tokens), live] = tokens
+    lengths[live] = len(tokens)
+    return merged, lengths
+
+
+def _update(
+    tokens: np.ndarray, best: np.ndarray, place: np.ndarray, new: np.ndarray, table: MergeTable, bits: np.uint32
+) -> None:
+    """Puts `new` in its places and ranks the pairs on its two sides."""
+    width = len(place)
+    flat = place * width + np.arange(width)
+    all_tokens, all_best = tokens.reshape(-1), best.reshape(-1)  # views: both arrays are fresh and contiguous
+    all_tokens[flat] = new
+    i = np.flatnonzero(place > 0)
+    ranks = table.find(all_tokens[flat[i] - width], new[i])
+    all_best[flat[i] - width] = _with_place(ranks, (place[i] - 1).astype(np.uint32), bits)
+    i = np.flatnonzero(place < len(tokens) - 1)
+    ranks = table.find(new[i], all_tokens[flat[i] + width])
+    all_best[flat[i]] = _with_place(ranks, place[i].astype(np.uint32), bits)
+
+
+def _with_place(ranks: np.ndarray, place: np.ndarray, bits: np.uint32) -> np.ndarray:
+    return np.where(ranks == MergeTable.NONE, ranks, ranks << bits | place)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Encoding in bulk
+
+EMPTY = np.uint64(0xFEFEFEFEFEFEFEFE)  # no piece begins with the byte FE
+UNKNOWN = -1
+COUNT_BITS = 31  # a piece's tokens are kept as `first << COUNT_BITS | count`, of a common store
+
+
+class PieceTable:
+    """What pieces of up to 8 * `lanes` bytes encode to: open addressing, for whole arrays of pieces at once."""
+
+    def __init__(self, lanes: int) -> None:
+        self.lanes, self.bits, self.size = lanes, 12, 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.keys = [np.full(1 << self.bits, EMPTY) for _ in range(self.lanes)]
+        self.values = np.full(1 << self.bits, UNKNOWN, np.int64)
+
+    def _slots(self, lanes: Sequence[np.ndarray]) -> np.ndarray:
+        return (mixed(lanes) >> np.uint64(64 - self.bits)).astype(np.int64)
+
+    def _holds(self, slots: np.ndarray, lanes: Sequence[np.ndarray]) -> np.ndarray:
+        same = self.keys[0][slots] == lanes[0]
+        for key, lane in zip(self.keys[1:], lanes[1:], strict=True):
+            same &= key[slots] == lane
+        return same
+
+    def find(self, lanes: Sequence[np.ndarray]) -> np.ndarray:
+        """int64 values, UNKNOWN for pieces that are not here."""
+        slots = self._slots(lanes)
+        values = self.values[slots]  # of an empty slot: UNKNOWN
+        wrong = np.flatnonzero(~self._holds(slots, lanes) & (values != UNKNOWN))
+        slots, lanes = slots[wrong], [lane[wrong] for lane in lanes]
+        while len(wrong):
+            slots = slots + 1 & (1 << self.bits) - 1
+            values[wrong] = self.values[slots]
+            more = ~self._holds(slots, lanes) & (values[wrong] != UNKNOWN)
+            wrong, slots, lanes = wrong[more], slots[more], [lane[more] for lane in lanes]
+        return values
+
+    def insert(self, lanes: Sequence[np.ndarray], values: np.ndarray) -> None:
+        """Adds pieces that are not here yet."""
+        if 2 * (self.size + len(values)) > 1 << self.bits:
+            self._grow(self.size + len(values))
+        self.size += len(values)
+        slots = self._slots(lanes)
+        while len(values):
+            free = np.flatnonzero(self.values[slots] == UNKNOWN)
+            self.values[slots[free]] = values[free]  # of several for one slot the last one stays
+            placed = np.zeros(len(values), np.bool_)
+            placed[free] = self.values[slots[free]] == values[free]
+            for key, lane in zip(self.keys, lanes, strict=True):
+                key[slots[placed]] = lane[placed]
+            rest = ~placed
+            slots, values = slots[rest] + 1 & (1 << self.bits) - 1, values[rest]
+            lanes = [lane[rest] for lane in lanes]
+
+    def _grow(self, size: int) -> None:
+        full = self.values != UNKNOWN
+        lanes, values = [key[full] for key in self.keys], self.values[full]
+        self.bits, self.size = (3 * size).bit_length(), 0
+        self._clear()
+        self.insert(lanes, values)
+
+
+class _Window(NamedTuple):
+    """A window on its way: pieces by size, and what each encodes to as far as it is known."""
+
+    values: np.ndarray  # (pieces,), UNKNOWN for new ones
+    new: list[np.ndarray]  # indices of the unknown pieces of 1 lane, of 2 lanes, and longer ones
+    lanes: list[tuple[np.ndarray, ...]]  # their numbers, for 1 and 2 lanes
+    long: list[Piece]  # the longer ones
+    ends: np.ndarray  # how many pieces come before each END
+
+
+class Encoder:
+    """Encodes texts in bulk, and remembers pieces from call to call, up to `MOST_PIECES` of them."""
+
+    MOST_PIECES = 1 << 20  # about 80 MB
+    MOST_TOKENS = 1 << 23
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        results: Sequence[int],
+        symbols: np.ndarray,
+        vocab_size: int,
+        characters: bool,
+    ) -> None:
+        """`symbols` gives the id of a code point (with `characters`) or of a byte; `results` the token a merge makes."""
+        if len(results) >= 1 << 22:
+            raise ValueError(f"{len(results):,} merges are too many; at most {1 << 22:,} are supported")
+        self.ranks, self.result_list = ranks, list(results)
+        self.table = MergeTable(ranks, vocab_size)
+        self.dtype = np.uint16 if vocab_size < 1 << 16 else np.uint32
+        self.results = np.array(self.result_list or [0], self.dtype)
+        self.symbols = symbols.astype(self.dtype)
+        self.padding = vocab_size
+        self.characters = characters
+        self.spans = word_spans if characters else byte_spans
+        self._forget()
+
+    def _forget(self) -> None:
+        self.tables = [PieceTable(1), PieceTable(2)]
+        self.long: dict[Piece, int] = {}
+        self.store, self.stored = np.empty(1 << 16, self.dtype), 0
+        self.tables[0].insert((_PADDING[:1],), np.zeros(1, np.int64))  # END alone: no tokens
+
+    def encode(self, texts: Iterable[bytes], threads: int) -> tuple[np.ndarray, np.ndarray]:
+        """All ids, uint32 (N,), and where each text starts and ends in them, int64 (texts + 1,)."""
+        ids, offsets, total = [np.zeros(0, np.uint32)], [np.zeros(1, np.int64)], 0
+        source = windows(texts)
+        while group := list(itertools.islice(source, threads)):
+            if self.stored > self.MOST_TOKENS or sum(table.size for table in self.tables) + len(self.long) > self.MOST_PIECES:
+                self._forget()
+            looked_up = list(ordered_map(self._look_up, group, threads))
+            self._learn(looked_up, threads)
+            for part, ends in ordered_map(self._assemble, looked_up, threads):
+                ids.append(part)
+                offsets.append(ends + total)
+                total += len(part)
+        return np.concatenate(ids), np.concatenate(offsets)
+
+    def _look_up(self, window: np.ndarray) -> _Window:
+        starts, lengths = self.spans(window)
+        values, new, new_lanes = np.empty(len(starts), np.int64), [], []
+        for table, chosen in zip(self.tables, (lengths <= 8, (lengths > 8) & (lengths <= 16)), strict=True):
+            at = np.flatnonzero(chosen)
+            lanes = lanes_of(window, starts[at], lengths[at], table.lanes)
+            found = table.find(lanes)
+            values[at] = found
+            unknown = np.flatnonzero(found == UNKNOWN)
+            new.append(at[unknown])
+            new_lanes.append(tuple(lane[unknown] for lane in lanes))
+        at = np.flatnonzero(lengths > 16)
+        pieces = long_pieces(window, starts[at], lengths[at])
+        found = np.array([self.long.get(piece, UNKNOWN) for piece in pieces], np.int64)
+        values[at] = found
+        unknown = np.flatnonzero(found == UNKNOWN)
+        new.append(at[unknown])
+        ends = np.flatnonzero(window[:-MARGIN] == END)
+        return _Window(values, new, new_lanes, [pieces[i] for i in unknown.tolist()], np.searchsorted(starts, ends))
+
+    def _learn(self, group: list[_Window], threads: int) -> None:
+        """Encodes the unknown pieces of some windows, each once, and puts them in the tables."""
+        fresh = []
+        for i in range(len(self.tables)):
+            lanes = tuple(np.concatenate(parts) for parts in zip(*(window.lanes[i] for window in group), strict=True))
+            fresh.append(_really_distinct(lanes))
+        long = list(dict.fromkeys(piece for window in group for piece in window.long))
+        values = self._encode_pieces(flatten(fresh, long), threads)
+        for table, lanes in zip(self.tables, fresh, strict=True):
+            table.insert(lanes, values[: len(lanes[0])])
+            values = values[len(lanes[0]) :]
+        self.long.update(zip(long, values.tolist(), strict=True))
+
+    def _assemble(self, window: _Window) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a window, and how many come before each END."""
+        values = window.values
+        for table, new, lanes in zip(self.tables, window.new, window.lanes, strict=False):
+            values[new] = table.find(lanes)
+        values[window.new[-1]] = [self.long[piece] for piece in window.long]
+        counts = values & (1 << COUNT_BITS) - 1
+        behind = np.cumsum(counts)
+        total = int(behind[-1]) if len(behind) else 0
+        at = np.repeat((values >> COUNT_BITS) - (behind - counts), counts)
+        at += np.arange(total)
+        return self.store[at].astype(np.uint32), np.concatenate(([0], behind))[window.ends]
+
+    def _encode_pieces(self, pieces: np.ndarray, threads: int) -> np.ndarray:
+        """Encodes pieces, END behind each, into the store; their values."""
+        points = code_points(pieces) if self.characters else pieces
+        ends = np.flatnonzero(points == (END_POINT if self.characters else END))
+        ids = self.symbols[points]
+        starts = np.concatenate(([0], ends[:-1] + 1)) if len(ends) else ends
+        sizes = ends - starts
+        counts = np.zeros(len(sizes), np.int64)
+        jobs = list(self._jobs(sizes))
+        done = list(ordered_map(lambda job: self._merge(ids, starts, sizes, *job), jobs, threads))
+        for (chosen, _), (_, lengths) in zip(jobs, done, strict=True):
+            counts[chosen] = lengths
+        firsts = self._reserve(int(counts.sum())) + np.cumsum(counts) - counts
+        for (chosen, _), (merged, lengths) in zip(jobs, done, strict=True):
+            for i in range(int(lengths.max())):
+                has = lengths > i
+                self.store[firsts[chosen[has]] + i] = merged[i, has]
+        return firsts << COUNT_BITS | counts
+
+    def _jobs(self, sizes: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+        """Pieces to merge side by side, and the length to pad them to: so many that a job's arrays stay in the cache."""
+        order = np.argsort(sizes, kind="stable")
+        edges = np.searchsorted(sizes[order], JOB_LENGTHS, side="right")
+        low = 0
+        for high, length in zip(edges.tolist(), JOB_LENGTHS, strict=True):
+            width = max(256, (1 << 17) // length)
+            for at in range(low, high, width):
+                yield order[at : min(at + width, high)], length
+            low = high
+        for i in order[low:].tolist():
+            yield np.array([i]), int(sizes[i])
+
+    def _merge(
+        self, ids: np.ndarray, starts: np.ndarray, sizes: np.ndarray, chosen: np.ndarray, length: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        sizes = sizes[chosen]
+        if length > JOB_LENGTHS[-1] or (length > 64 and len(chosen) < 32):
+            merged = [
+                merge_piece(ids[a : a + n].tolist(), self.ranks, self.result_list)
+                for a, n in zip(starts[chosen].tolist(), sizes.tolist(), strict=True)
+            ]
+            lengths = np.array([len(piece) for piece in merged])
+            columns = np.zeros((int(lengths.max()), len(merged)), self.dtype)
+            for i, piece in enumerate(merged):
+                columns[: len(piece), i] = piece
+            return columns, lengths
+        rows = np.arange(length)[:, None]
+        inside = rows < sizes
+        columns = np.where(inside, ids[np.where(inside, starts[chosen] + rows, 0)], self.dtype(self.padding))
+        merged, lengths = merge_columns(columns, self.table, self.results)
+        return merged, lengths - (length - sizes)
+
+    def _reserve(self, count: int) -> int:
+        """Room for `count` more tokens in the store; the first one's place."""
+        first, self.stored = self.stored, self.stored + count
+        if self.stored > len(self.store):
+            self.store = np.concatenate((self.store[:first], np.empty(self.stored, self.dtype)))
+        return first
+
+
+# Columns are padded to these lengths: exact where most pieces are.
+JOB_LENGTHS = [*range(1, 21), 24, 28, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256]
+
+
+def _really_distinct(lanes: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+    """Distinct rows, also where the hash that `distinct` sorts by cannot tell some apart."""
+    rows, _ = distinct(lanes)
+    if len(rows) > 1:
+        order = np.lexsort(rows)
+        rows = tuple(lane[order] for lane in rows)
+        rows = tuple(lane[boundaries(rows)] for lane in rows)
+    return rows

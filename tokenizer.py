@@ -95,12 +95,15 @@ class BPETokenizer:
         if len(ids) + len(self.special_ids) != self.vocab_size:
             raise ValueError("two ids of the vocabulary stand for the same token")
         self._symbols = {token: i for token, i in ids.items() if len(token if kind != "word" else token.decode()) == 1}
-        self._pairs: dict[tuple[int, int], tuple[int, int]] = {}
+        self._ranks: dict[tuple[int, int], int] = {}
+        self._results: list[int] = []
         for rank, (a, b) in enumerate(self.merges):
             merged = ids.get(self.tokens[a] + self.tokens[b])
             if merged is None:
                 raise ValueError(f"merge {rank} makes {self.tokens[a] + self.tokens[b]!r}, which is not in the vocabulary")
-            self._pairs.setdefault((a, b), (rank, merged))
+            self._ranks.setdefault((a, b), rank)
+            self._results.append(merged)
+        self._encoder: bpe.Encoder | None = None
         self._cache: dict[str, list[int]] = {}
 
     # Making one
@@ -212,16 +215,22 @@ class BPETokenizer:
             pieces[-1] += " "
         return self._encode_pieces(pieces)
 
-    def encode_to_array(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_to_array(self, texts: Sequence[str], threads: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """Ids of many texts at once: (all ids, uint32 (N,); offsets, int64 (len(texts) + 1,)).
 
-        Text i is `ids[offsets[i] : offsets[i + 1]]`.
+        Text i is `ids[offsets[i] : offsets[i + 1]]`. Pieces met before are remembered between calls, in bounded memory.
         """
-        lists = [self.encode(text) for text in texts]
-        offsets = np.zeros(len(texts) + 1, np.int64)
-        np.cumsum([len(ids) for ids in lists], out=offsets[1:])
-        ids = np.fromiter((i for ids in lists for i in ids), np.uint32, offsets[-1])
-        return ids, offsets
+        if self._encoder is None:
+            self._encoder = self._make_encoder()
+        word = self.kind == "word"
+        return self._encoder.encode((to_utf8(text.strip() if word else text) for text in texts), threads)
+
+    def _make_encoder(self) -> bpe.Encoder:
+        word = self.kind == "word"
+        symbols = np.full(bpe.END_POINT + 1, UNK_ID) if word else np.zeros(256, np.int64)
+        for token, i in self._symbols.items():
+            symbols[ord(token.decode()) if word else token[0]] = i
+        return bpe.Encoder(self._ranks, self._results, symbols, self.vocab_size, characters=word)
 
     def wrap_document(self, ids: Sequence[int]) -> list[int]:
         """A document as the model sees it: <BOS> ids <EOS>; with GPT-2's vocabulary ids and one end-of-text."""
@@ -242,7 +251,7 @@ class BPETokenizer:
             if found is None:
                 if len(known) >= CACHED_WORDS:
                     known.clear()
-                found = known[piece] = bpe.merge_word(self._symbols_of(piece), self._pairs)
+                found = known[piece] = bpe.merge_piece(self._symbols_of(piece), self._ranks, self._results)
             ids += found
         return ids
 
