@@ -122,13 +122,13 @@ def log_ticks(low: float, high: float) -> list[float]:
     return finer if len(finer) > 2 else round_ticks(low, high, 4)
 
 
-def tick_labels(ticks: list[float]) -> list[str]:
-    """Small ones share an exponent: 0.0005 and 0.001 are `0.5e-3` and `1e-3`."""
+def label_ticks(ticks: list[float], title: str) -> tuple[list[str], str]:
+    """Labels of the ticks, and the axis title, which takes the power of ten that small numbers share."""
     largest = max((abs(tick) for tick in ticks), default=0.0)
     if not 0 < largest < 0.01:
-        return [short(tick) for tick in ticks]
+        return [short(tick) for tick in ticks], title
     exponent = math.floor(math.log10(largest))
-    return [f"{tick / 10.0**exponent:.3g}e{exponent}" if tick else "0" for tick in ticks]
+    return [f"{tick / 10.0**exponent:.3g}" for tick in ticks], f"{title} (\u00d7 1e{exponent})"
 
 
 def short(value: float) -> str:
@@ -151,7 +151,7 @@ def tag(name: str, /, *children: object, **attributes: object) -> Markup:
     """An element. `class_` is the attribute class, `stroke_width` is stroke-width; an attribute of None is left out."""
     pairs = [(key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items() if value is not None]
     head = "".join(f' {key}="{escape(value)}"' for key, value in pairs)
-    return Markup(f"<{name}{head}>{join(children)}" + ("" if name in ("meta", "br") else f"</{name}>"))
+    return Markup(f"<{name}{head}>{join(children)}" + ("" if name == "meta" else f"</{name}>"))
 
 
 def join(parts: Iterable[object]) -> Markup:
@@ -231,19 +231,20 @@ def draw_axes(chart: Chart, x: Axis, y: Axis) -> Markup:
     """Grid, tick labels and axis titles."""
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     parts = []
-    for tick, label in zip(y.ticks, tick_labels(y.ticks), strict=True):
+    (x_texts, x_label), (y_texts, y_label) = label_ticks(x.ticks, chart.x_label), label_ticks(y.ticks, chart.y_label)
+    for tick, label in zip(y.ticks, y_texts, strict=True):
         _, at = place(x, y, (x.low, tick))
         parts.append(tag("path", d=f"M{LEFT} {at}H{right}", class_="grid"))
         parts.append(tag("text", label, x=LEFT - 7, y=at + 4, text_anchor="end"))
-    for tick, label in zip(x.ticks, tick_labels(x.ticks), strict=True):
+    for tick, label in zip(x.ticks, x_texts, strict=True):
         at, _ = place(x, y, (tick, y.low))
         parts.append(tag("path", d=f"M{at} {bottom}v5", class_="axis"))
         parts.append(tag("text", label, x=at, y=bottom + 18, text_anchor="middle"))
     parts.append(tag("path", d=f"M{LEFT} {bottom}H{right}", class_="axis"))
-    parts.append(tag("text", chart.x_label, x=(LEFT + right) / 2, y=HEIGHT - 7, text_anchor="middle", class_="name"))
+    parts.append(tag("text", x_label, x=(LEFT + right) / 2, y=HEIGHT - 7, text_anchor="middle", class_="name"))
     middle = (TOP + bottom) / 2
     turned = f"translate(14 {middle}) rotate(-90)"
-    parts.append(tag("text", chart.y_label, transform=turned, text_anchor="middle", class_="name"))
+    parts.append(tag("text", y_label, transform=turned, text_anchor="middle", class_="name"))
     return join(parts)
 
 
@@ -271,7 +272,7 @@ def draw_dot(line: Line, point: tuple[float, float], x: Axis, y: Axis) -> Markup
 
 def draw_cross(line: Line, point: tuple[float, float], x: Axis, y: Axis) -> Markup:
     at, _ = place(x, y, (point[0], y.low))
-    words = tag("title", f"{line.label}: not a finite number at {short(point[0])}")
+    words = tag("title", f"not a finite number at {short(point[0])}")
     return tag("text", words, "\u00d7", x=at, y=TOP + 8, text_anchor="middle", class_=css_of(line, "cross"))
 
 
@@ -327,10 +328,11 @@ def plot(chart: Chart, axes: Any) -> None:
     x, y = axes_of(chart)
     handles = [plot_line(line, axes) for line in chart.lines]
     shown = [handle for line, handle in zip(chart.lines, handles, strict=True) if line.label]
-    axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
-    axes.set(yscale="log" if chart.log else "linear", xlim=(x.low, x.high), ylim=(y.low, y.high))
-    for axis, ticks in ((axes.xaxis, x.ticks), (axes.yaxis, y.ticks)):
-        axis.set_ticks(ticks, tick_labels(ticks))
+    axes.set(title=chart.title, yscale="log" if chart.log else "linear", xlim=(x.low, x.high), ylim=(y.low, y.high))
+    for axis, ticks, title in ((axes.xaxis, x.ticks, chart.x_label), (axes.yaxis, y.ticks, chart.y_label)):
+        texts, title = label_ticks(ticks, title)
+        axis.set_ticks(ticks, texts)
+        axis.set_label_text(title)
         axis.set_ticks([], minor=True)
     axes.grid(axis="y", alpha=0.3)
     if len(handles) > 1:

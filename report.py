@@ -341,12 +341,12 @@ def evaluation_figures(run: Run) -> dict[str, str]:
 
 def sample_cards(runs: Sequence[Run]) -> list[Markup]:
     """One row a step with the runs side by side; a single run's steps stand side by side instead."""
-    runs = [run for run in runs if run.sample]
+    several, runs = len(runs) > 1, [run for run in runs if run.sample]
     steps = sorted({record["step"] for run in runs for record in run.sample})
     if not steps:
         return []
     shown = evenly(steps, MAX_SAMPLE_STEPS)
-    cards = [sample_card(run, step, len(runs) > 1) for step in shown for run in runs]
+    cards = [sample_card(run, step, several) for step in shown for run in runs]
     columns = f"repeat({len(runs)}, minmax(min(80vw, 300px), 1fr))" if len(runs) > 1 else ""
     style = f"grid-template-columns: {columns or 'repeat(auto-fill, minmax(min(100%, 400px), 1fr))'}"
     left_out = len(steps) - len(shown)

@@ -19,7 +19,7 @@ import torch
 from conftest import ROOT, assert_user_error
 
 import report
-from charts import log_ticks, make_axis, round_ticks, short, thin_out
+from charts import label_ticks, log_ticks, make_axis, round_ticks, short, thin_out
 from common import UserError
 from config import make_config
 from runs import find_run_folders, labels_of, read_run, read_vocabularies
@@ -343,6 +343,7 @@ def test_axes_hold_their_data_and_round_ticks() -> None:
         assert 2 <= len(axis.ticks) <= 7, (values, axis)
     assert round_ticks(0, 4_000, 5) == [0, 1_000, 2_000, 3_000, 4_000]
     assert log_ticks(0.09, 20) == pytest.approx([0.1, 1, 10])
+    assert label_ticks([0.0, 5e-5, 1e-4], "rate") == (["0", "0.5", "1"], "rate (\u00d7 1e-4)")
     assert [short(v) for v in (0, 2_500_000, 14_100, 3_000, 1.5e9)] == ["0", "2.5M", "14.1k", "3000", "1.5B"]
 
 
