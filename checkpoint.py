@@ -12,6 +12,7 @@ import itertools
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,9 +179,14 @@ def is_finite(state: dict[str, Tensor]) -> bool:
 # Reading
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """The checkpoint in `path`, its tensors on the CPU. Raises UserError when it is missing, damaged or of another program."""
+def load_checkpoint(path: Path, verify: bool = False) -> dict[str, Any]:
+    """The checkpoint in `path`, its tensors on the CPU. Raises UserError when it is missing, damaged or of another program.
+
+    `verify` also compares the checksums that the file holds, which torch does not and which takes a pass over the file.
+    """
     try:
+        if verify:
+            _verify_checksums(path)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path} is missing; train a model first, or name another file") from None
@@ -192,6 +198,12 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     _check_layout(path, checkpoint)
     checkpoint["model"] = {_plain_name(name): tensor for name, tensor in checkpoint["model"].items()}
     return checkpoint
+
+
+def _verify_checksums(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        if (name := archive.testzip()) is not None:
+            raise zipfile.BadZipFile(f"the checksum of {name} is wrong")
 
 
 def _check_layout(path: Path, checkpoint: Any) -> None:
@@ -221,7 +233,7 @@ def newest_readable(run_dir: Path, start_command: str) -> tuple[Path, dict[str, 
     for path in [latest, *previous_checkpoints(run_dir), best]:
         if path.exists():
             try:
-                return path, load_checkpoint(path), skipped
+                return path, load_checkpoint(path, verify=True), skipped
             except UserError as error:
                 skipped.append(f"skipped: {error}")
     if skipped:

@@ -206,9 +206,12 @@ def eval_windows(num_tokens: int, block_size: int, count: int) -> np.ndarray:
     return np.arange(count) * whole // count * block_size
 
 
-def in_batches(offsets: np.ndarray, batch_size: int) -> np.ndarray:
-    """Offsets as (batches, batch_size), the last batch filled up with PADDING: one shape, so nothing is compiled twice."""
-    batches = -(-len(offsets) // batch_size)
+def in_batches(offsets: np.ndarray, batch_size: int, multiple: int = 1) -> np.ndarray:
+    """Offsets as (batches, batch_size), a multiple of `multiple` batches, filled up with PADDING.
+
+    One shape for all of them, so that nothing is compiled twice.
+    """
+    batches = -(-len(offsets) // (batch_size * multiple)) * multiple
     padded = np.full(batches * batch_size, PADDING, np.int64)
     padded[: len(offsets)] = offsets
     return padded.reshape(batches, batch_size)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import FolderLock, Progress, UserError, explain_os_error, format_duration, run_main, write_json
+from common import FolderLock, Progress, Terminated, UserError, explain_os_error, format_duration, run_main, write_json
 from config import Config, parse_config
 from metrics import MetricsLog
 
@@ -362,8 +362,13 @@ def make_trainer(start: "Start", world: "World", stop: "StopSignals") -> Trainer
     from device import resolve_device
     from start import describe_environment
 
-    with stop.raised_at_once():  # compiling takes long, and nothing is lost
-        trainer = Trainer(start, resolve_device(start.config.compute), world, stop)
+    try:
+        with stop.raised_at_once():  # compiling takes long, and nothing is lost
+            trainer = Trainer(start, resolve_device(start.config.compute), world, stop)
+    except (KeyboardInterrupt, Terminated):
+        again = start.config.command("train.py", *(["--resume"] if start.checkpoint else []))
+        print(f"stopped before the first step; go on with: {again}", flush=True)
+        raise
     if start.checkpoint is not None:
         trainer.restore(start.checkpoint, start.path)
         start.notes += describe_environment(start.checkpoint["config"]["environment"], trainer.updater.environment())

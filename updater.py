@@ -81,7 +81,7 @@ class Updater:
         self._ddp = None
         if world.size > 1:
             ids = [device.device.index] if device.device.type == "cuda" else None
-            self._ddp = DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+            self._ddp = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
             self._settle_buckets(shape)
         self._run = device.compile(self._ddp or model, config.compute, shape)
 
@@ -164,16 +164,15 @@ class Updater:
 
         Batches are dealt to the ranks in turn, which all have to call it. None where `stop` said so in between.
         """
-        batches = in_batches(offsets, batch_size)
+        # A whole number of rounds, since DDP expects as many forward passes on each rank.
+        batches = in_batches(offsets, batch_size, self.world.size)
         loss_sum = 0.0
         self.model.eval()
         try:
             for first in range(0, len(batches), self.world.size):
                 if self.world.any(stop()):
                     return None
-                mine = first + self.world.rank
-                if mine < len(batches):
-                    loss_sum += self._eval_loss(*self._to_device(*reader.read(batches[mine])))
+                loss_sum += self._eval_loss(*self._to_device(*reader.read(batches[first + self.world.rank])))
         finally:
             self.model.train()
         return self.world.sum([loss_sum])[0] / reader.count_targets(offsets)

@@ -1,4 +1,4 @@
-"""A corpus small enough to train on in seconds: token files and a tokenizer of single bytes, as stages 2 and 3 would leave them."""
+"""A corpus small enough to train on in seconds: token files and a byte tokenizer, as stages 2 and 3 leave them."""
 
 import json
 import random
