@@ -23,6 +23,7 @@ from config import Config, parse_config
 if TYPE_CHECKING:
     from sources import Source
 
+USES = ("run.corpus", "run.variant", "run.data_dir", "data")
 CORPUS_OF_SIZE = {"full": "wikitext103", "small": "wikitext2", "local": "local"}
 SIZE_OF_CORPUS = {corpus: size for size, corpus in CORPUS_OF_SIZE.items()}
 OWN_CORPUS = "custom"
@@ -41,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    uses = ["run.corpus", "run.variant", "run.data_dir", "data"]
-    config, args = parse_config(argv, doc=__doc__, uses=uses, add_arguments=add_arguments)
+    config, args = parse_config(argv, doc=__doc__, uses=USES, add_arguments=add_arguments)
     config = config.with_settings({"corpus": corpus_name(config, args)})
 
     source = choose_source(config, args)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from tokenizer import BPETokenizer
 
+USES = ("run.corpus", "run.variant", "run.data_dir", "run.seed", "tokenizer")
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_FILES = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
@@ -41,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    uses = ["run.corpus", "run.variant", "run.data_dir", "run.seed", "tokenizer"]
-    config, args = parse_config(argv, doc=__doc__, uses=uses, add_arguments=add_arguments)
+    config, args = parse_config(argv, doc=__doc__, uses=USES, add_arguments=add_arguments)
     from corpus import load_corpus
 
     corpus = load_corpus(config)
