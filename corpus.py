@@ -9,6 +9,7 @@ per file; CRLF becomes LF; a lone surrogate (from JSON) becomes U+FFFD; a docume
 NUL and control characters included, is kept as it is.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -125,6 +126,11 @@ class Corpus:
         return self.manifest["fingerprint"]
 
     @property
+    def weights(self) -> dict[str, float]:
+        """Share of the training tokens that each source of a mix is to have; {} for any other corpus."""
+        return {}
+
+    @property
     def documents(self) -> dict[str, int]:
         """Documents per split."""
         return self.manifest["documents"]
@@ -133,6 +139,10 @@ class Corpus:
     def bytes(self) -> int:
         """Size of all files, as they lie on the disk."""
         return sum(self.sizes)
+
+    def digests(self) -> Iterator[tuple[Path, str]]:
+        """Every file with the sha256 it had when the corpus was made."""
+        return zip(self.paths, (f["sha256"] for f in self.manifest["files"]), strict=True)
 
     def iter_documents(self, split: str) -> Iterator[str]:
         """Streams the documents of a split in their fixed order."""
@@ -237,7 +247,9 @@ class Corpus:
     def _split_of(self, text: str) -> str:
         if self.splitting["unit"] == "chunk":
             return "train"  # the token stream is cut when it is written
-        value = document_hash(text)
+        return self.split_of_hash(document_hash(text))
+
+    def split_of_hash(self, value: int) -> str:
         if value < self.splitting["val_below"]:
             return "val"
         return "test" if value < self.splitting["test_below"] else "train"
@@ -297,6 +309,41 @@ class Corpus:
                     f"{_line_of(path, part, number)}: field {name!r} is {kind}, not text; name it with --text-field"
                 )
             yield _clean_json(found or "", counts)
+
+
+class MixedCorpus(Corpus):
+    """Several corpora one after the other, each with its own settings and splits. A file's `source` is its corpus's name."""
+
+    def __init__(self, manifest: dict[str, Any], members: dict[str, Corpus]) -> None:
+        self.manifest = manifest
+        self.members = list(members.values())
+        self.files = [dataclasses.replace(f, source=name) for name, member in members.items() for f in member.files]
+        self.paths = [path for member in self.members for path in member.paths]
+        self.sizes = [size for member in self.members for size in member.sizes]
+        self.splitting = {"unit": "document"}
+        self._firsts = [0, *itertools.accumulate(len(member.files) for member in self.members)]
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return {entry["name"]: entry["weight"] for entry in self.manifest["mix"]}
+
+    def digests(self) -> Iterator[tuple[Path, str]]:
+        return itertools.chain.from_iterable(member.digests() for member in self.members)
+
+    def blocks(self, split: str | None = None) -> Iterator[Block]:
+        for first, member in zip(self._firsts, self.members, strict=False):
+            for block in member.blocks(split):
+                yield _renumbered(block, first)
+
+    def read(self, block: Block) -> Documents:
+        n = bisect.bisect_right(self._firsts, block[0].file) - 1
+        documents = self.members[n].read(_renumbered(block, -self._firsts[n]))
+        documents.files = {split: [file + self._firsts[n] for file in files] for split, files in documents.files.items()}
+        return documents
+
+
+def _renumbered(block: Block, first: int) -> Block:
+    return tuple(dataclasses.replace(part, file=part.file + first) for part in block)
 
 
 def _unix_newlines(text: str, counts: Counter) -> str:
@@ -519,6 +566,8 @@ def load_corpus(config: Config) -> Corpus:
     """The corpus of this configuration. Raises UserError, naming the command, where it is missing or has changed."""
     command = download_command(config)
     manifest = read_json(manifest_path(config), command)
+    if manifest.get("format") == 1 and "mix" in manifest:
+        return _load_mix(config, manifest)
     needed = {"format", "files", "settings", "splitting", "documents", "fingerprint"}
     if manifest.get("format") != 1 or not needed <= manifest.keys():
         raise UserError(f"{manifest_path(config)} is of another format; make the corpus again with: {command}")
@@ -580,6 +629,54 @@ def build_manifest(config: Config, source: dict[str, Any], files: Sequence[Sourc
     manifest["fingerprint"] = fingerprint([identity, manifest["settings"], manifest["splitting"], POLICIES])
     write_json(manifest_path(config), manifest)
     return manifest
+
+
+def make_mix(config: Config, text: str) -> None:
+    """Makes the corpus of this configuration a mix of others: `wiki:0.7,books:0.3`, in shares of the training tokens.
+
+    Raises UserError for a text that says no mix, and where that would replace a corpus that is none.
+    """
+    weights = _parse_mix(text)
+    path, name = manifest_path(config), config.run.corpus
+    if name in weights:
+        raise UserError(f"--mix {text}: a mix cannot hold itself; name the mix with --corpus NAME")
+    if path.exists() and "mix" not in read_json(path, download_command(config)):
+        raise UserError(f"{path} describes a corpus that is no mix; name the mix with another --corpus NAME")
+    members = {member: load_corpus(config.with_settings({"corpus": member})) for member in weights}
+    for member, corpus in members.items():
+        if corpus.weights or corpus.splitting["unit"] == "chunk":
+            raise UserError(f"--mix {text}: {member} is itself a mix or split by chunks; mix plain corpora")
+    total = sum(weights.values())
+    mix = [{"name": m, "weight": weights[m] / total, "fingerprint": corpus.fingerprint} for m, corpus in members.items()]
+    documents = {split: sum(corpus.documents[split] for corpus in members.values()) for split in SPLITS}
+    manifest = {"format": 1, "corpus": name, "mix": mix, "documents": documents, "files": [], "fingerprint": fingerprint(mix)}
+    write_json(path, manifest)
+
+
+def _parse_mix(text: str) -> dict[str, float]:
+    weights: dict[str, float] = {}
+    for entry in text.split(","):
+        name, _, number = entry.strip().rpartition(":")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = 0.0
+        if not name or name in weights or not 0 < weight < float("inf"):
+            raise UserError(f"--mix {text}: {entry!r} is no NAME:WEIGHT with a weight above 0, each name once")
+        weights[name] = weight
+    return weights
+
+
+def _load_mix(config: Config, manifest: dict[str, Any]) -> MixedCorpus:
+    members = {}
+    for entry in manifest["mix"]:
+        member = load_corpus(config.with_settings({"corpus": entry["name"]}))
+        if member.fingerprint != entry["fingerprint"]:
+            mix = ",".join(f"{e['name']}:{e['weight']:g}" for e in manifest["mix"])
+            command = config.command("prepare_data.py", "--mix", mix)
+            raise UserError(f"{entry['name']} has changed since it was mixed into {config.run.corpus}; run: {command}")
+        members[entry["name"]] = member
+    return MixedCorpus(manifest, members)
 
 
 def _with_usable_splits(files: Sequence[SourceFile]) -> list[SourceFile]:

@@ -4,6 +4,7 @@ The journal says how much of the unfinished files is good, so a run that was kil
 same bytes as one that was not. Workers hold one block each, whatever the size of the corpus, and never import torch.
 """
 
+import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -24,8 +25,9 @@ from typing import IO, Any
 
 import numpy as np
 
-from common import UserError, fsync_dir
-from corpus import SPLITS, Block, Corpus, Documents
+from bpe import cpu_count
+from common import UserError, atomic_write, fsync_dir
+from corpus import BLOCK_BYTES, SPLITS, Block, Corpus, Documents, document_hash
 from tokenizer import BPETokenizer
 
 COMMIT_SECONDS = 1.0
@@ -205,6 +207,11 @@ class WorkerPool:
             raise UserError(f"{what}; run the same command again, it continues; --workers 1 takes the least memory") from None
 
 
+def make_pool(corpus: Corpus, tokenizer: BPETokenizer, workers: int | None) -> WorkerPool:
+    """A pool of so many workers, or one a core where that is not said, and no more than a small corpus keeps busy."""
+    return WorkerPool(corpus, tokenizer, min(workers or cpu_count(), max(1, corpus.bytes // (2 * BLOCK_BYTES))))
+
+
 class _Worker:
     """What a worker process keeps between tasks."""
 
@@ -295,6 +302,7 @@ class Totals:
     stats: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)  # split -> source -> figures
     files: dict[str, Counter] = field(default_factory=dict)  # split -> documents per file
     counts: Counter = field(default_factory=Counter)
+    one_pass: dict[str, int] = field(default_factory=dict)  # training tokens per source, before any were repeated
 
     def add(self, other: "Totals") -> None:
         for split, sources in other.stats.items():
@@ -341,6 +349,7 @@ class TokenWriter:
         self.totals, self._new = Totals(), Totals()
         self._journal_path = folder / "journal.jsonl"
         self._committed = time.monotonic()
+        self._finishing = False  # from then on the files hold more than the journal should say
 
     def __enter__(self) -> "TokenWriter":
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -355,7 +364,7 @@ class TokenWriter:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            if error is not None and not isinstance(error, OSError):
+            if error is not None and not isinstance(error, OSError) and not self._finishing:
                 self.commit()
         finally:
             for file in (*self._files.values(), self._journal):
@@ -406,21 +415,61 @@ class TokenWriter:
         """Bytes in all files."""
         return sum(self._state.sizes.values())
 
-    def finish(self) -> dict[str, dict[str, Any]]:
+    def finish(self, corpus: Corpus, tokenizer: BPETokenizer) -> dict[str, dict[str, Any]]:
         """Gives the files their names; returns each split's figures. The caller writes meta.json, then calls `forget`."""
         self.commit()
+        self._finishing = True
         (self.folder / "meta.json").unlink(missing_ok=True)  # the old one must not describe the new files
-        for split in SPLITS:
-            self._files[split].close()
+        if corpus.splitting["unit"] == "chunk":
+            return cut_chunks(self.part_path("train"), self.totals, corpus, tokenizer)
+        if corpus.weights:
+            self._repeat_sources(corpus.weights, tokenizer)
+        for split, file in self._files.items():
+            os.fsync(file.fileno())
+            file.close()
             os.replace(self.part_path(split), self.folder / f"{split}.bin")
         fsync_dir(self.folder)
         hashes = self._state.hashes
         return {s: {"file": f"{s}.bin", **self.totals.split(s), "sha256": hashes[s].hexdigest()} for s in SPLITS}
 
+    def _repeat_sources(self, weights: dict[str, float], tokenizer: BPETokenizer) -> None:
+        """Copies sources, which lie one after the other, behind the end of train until each has its share."""
+        dtype = token_dtype(tokenizer.vocab_size)
+        own = {name: dict(figures) for name, figures in self.totals.stats.get("train", {}).items()}
+        self.totals.one_pass = {name: figures["tokens"] for name, figures in own.items()}
+        start = 0
+        for name, extra in tokens_to_repeat(self.totals.one_pass, weights).items():
+            tokens = own[name]["tokens"]
+            lengths = [tokens] * (extra // tokens)
+            lengths.append(nearest_end(self.part_path("train"), dtype, tokenizer.eos_id, start, tokens, extra % tokens))
+            for length in lengths:
+                copied = self._copy_train(dtype, tokenizer.eos_id, start, length)
+                scaled = {figure: n * length // tokens for figure, n in own[name].items()}
+                scaled |= {"tokens": length, "documents": copied, "longest_document": own[name]["longest_document"]}
+                self.totals.add(Totals({"train": {name: scaled}}))
+            start += tokens
+
+    def _copy_train(self, dtype: np.dtype, eos_id: int, start: int, length: int) -> int:
+        """Appends a stretch of train to train; returns the number of documents in it."""
+        documents, state = 0, self._state
+        with open(self.part_path("train"), "rb") as file:
+            file.seek(start * dtype.itemsize)
+            while length:
+                ids = np.fromfile(file, dtype, min(length, 1 << 20))
+                _write_all(self._files["train"], memoryview(ids).cast("B"))
+                state.hashes["train"].update(ids)
+                documents += int(np.count_nonzero(ids == eos_id))
+                length -= len(ids)
+        return documents
+
     def forget(self) -> None:
-        """The journal has done its work."""
+        """Removes what only an interrupted run needs."""
         self._journal.close()
         self._journal_path.unlink()
+        for file in self._files.values():
+            file.close()
+        for split in SPLITS:
+            self.part_path(split).unlink(missing_ok=True)
 
     # Continuing
 
@@ -460,6 +509,72 @@ class TokenWriter:
             self.part_path(split).unlink(missing_ok=True)
         self._journal_path.write_bytes(json.dumps({"key": self.key}).encode("utf-8") + b"\n")
         return _State(0, dict.fromkeys(SPLITS, 0), {split: hashlib.sha256() for split in SPLITS})
+
+
+def tokens_to_repeat(tokens: dict[str, int], weights: dict[str, float]) -> dict[str, int]:
+    """How many tokens of each source to read again so that shares are as weighted and every source is read at least once.
+
+    Sources of 300 and 100 tokens, weighted 1 and 1, repeat 0 and 200.
+    """
+    scale = max(n / weights[name] for name, n in tokens.items())
+    return {name: round(weights[name] * scale) - n for name, n in tokens.items()}
+
+
+def nearest_end(path: Path, dtype: np.dtype, eos_id: int, start: int, tokens: int, wanted: int) -> int:
+    """The document end nearest to `wanted` tokens behind `start`, 0 where there is none within some millions."""
+    reach = 1 << 22
+    low, high = max(0, wanted - reach), min(tokens, wanted + reach)
+    with open(path, "rb") as file:
+        file.seek((start + low) * dtype.itemsize)
+        ends = low + 1 + np.flatnonzero(np.fromfile(file, dtype, high - low) == eos_id)
+    ends = np.concatenate(([0], ends))
+    return int(ends[np.abs(ends - wanted).argmin()])
+
+
+def cut_chunks(stream: Path, totals: Totals, corpus: Corpus, tokenizer: BPETokenizer) -> dict[str, dict[str, Any]]:
+    """Deals a token stream out to the splits in chunks of equal length, by a hash of the chunk's number.
+
+    A short last chunk goes to training. Figures of text are shared out in proportion, since no document belongs to one split.
+    """
+    dtype, length = token_dtype(tokenizer.vocab_size), corpus.splitting["chunk_tokens"]
+    counted = {split: Counter(tokens=0, documents=0) for split in SPLITS}
+    hashes = {split: hashlib.sha256() for split in SPLITS}
+    number = 0
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(open(stream, "rb"))
+        files = {split: stack.enter_context(atomic_write(stream.with_name(f"{split}.bin"))) for split in SPLITS}
+        while len(ids := np.fromfile(source, dtype, length * max(1, (1 << 20) // length))):
+            chunks = [ids[at : at + length] for at in range(0, len(ids), length)]
+            for chunk in chunks:
+                split = corpus.split_of_hash(document_hash(f"chunk {number}")) if len(chunk) == length else "train"
+                files[split].write(chunk)
+                hashes[split].update(chunk)
+                counted[split].update(tokens=len(chunk), documents=int(np.count_nonzero(chunk == tokenizer.eos_id)))
+                number += 1
+    whole = totals.split("train")
+    return {
+        split: {
+            "file": f"{split}.bin",
+            **{figure: n * counted[split]["tokens"] // max(1, whole["tokens"]) for figure, n in whole.items()},
+            **counted[split],
+            "longest_document": whole["longest_document"],
+            "sha256": hashes[split].hexdigest(),
+        }
+        for split in SPLITS
+    }
+
+
+def source_figures(totals: Totals, corpus: Corpus) -> dict[str, dict[str, Any]]:
+    """Training tokens of each source of a corpus that has several; of a mix also shares and passes."""
+    tokens = {name: figures["tokens"] for name, figures in totals.stats.get("train", {}).items()}
+    if list(tokens) in ([], [""]):
+        return {}
+    everything, figures = sum(tokens.values()), {}
+    for name, n in tokens.items():
+        figures[name] = {"tokens": n, "share": n / everything}
+        if corpus.weights:
+            figures[name] |= {"asked": corpus.weights[name], "passes": n / totals.one_pass[name]}
+    return figures
 
 
 def _write_all(file: IO[bytes], data: memoryview) -> None:

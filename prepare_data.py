@@ -11,7 +11,6 @@ Seconds for 60 MB of text. Disk: about half a byte per byte of text. An interrup
 """
 
 import argparse
-import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -46,8 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("workers", "max_docs", "show"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}, but it must be at least 1")
-    from corpus import load_corpus
+    from corpus import load_corpus, make_mix
 
+    if args.mix is not None:
+        make_mix(config, args.mix)
     corpus = load_corpus(config)
     tokenizer = load_tokenizer(config, corpus)
     if args.check or args.show:
@@ -115,30 +116,25 @@ def current_meta(config: Config, key: str) -> dict[str, Any] | None:
 
 def prepare(config: Config, corpus: "Corpus", tokenizer: "BPETokenizer", args: argparse.Namespace) -> dict[str, Any]:
     """Encodes all splits, or what an interrupted run left to do; writes meta.json and returns it."""
-    from encoding import TokenWriter, WorkerPool, find_repeats, token_dtype
+    from encoding import TokenWriter, find_repeats, make_pool, token_dtype
 
     key = key_of(corpus, tokenizer, args)
     dtype = token_dtype(tokenizer.vocab_size)
-    workers = min(args.workers or usable_cores(), max(1, corpus.bytes // (4 << 20)))
     with TokenWriter(config.tokens_dir, key) as writer:
         done = sum(writer.totals.split(split)["documents"] for split in corpus.documents)
         if writer.blocks:
             print(f"continuing an interrupted run: {done:,} documents in {writer.blocks:,} blocks are kept")
         needed = text_bytes(corpus) / LEAST_BYTES_PER_TOKEN * dtype.itemsize - writer.size
         require_free_space(config.tokens_dir, max(0, round(needed)), "the token files")
-        print(f"encoding {corpus.bytes / 1e6:,.1f} MB in {workers} process{'es' if workers > 1 else ''}", flush=True)
-        with WorkerPool(corpus, tokenizer, workers) as pool:
+        with make_pool(corpus, tokenizer, args.workers) as pool:
+            print(f"encoding {corpus.bytes / 1e6:,.1f} MB, processes: {pool.workers}", flush=True)
             repeats = find_repeats(pool.digests(corpus.blocks()), config.tokens_dir) if args.dedup == "exact" else None
             encode_all(corpus, pool, writer, repeats, args.max_docs)
-        splits = writer.finish()
+        splits = writer.finish(corpus, tokenizer)
         meta = meta_of(config, corpus, tokenizer, args, splits, writer)
         write_json(config.tokens_dir / "meta.json", meta)
         writer.forget()
     return meta
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def text_bytes(corpus: "Corpus") -> float:
@@ -221,11 +217,12 @@ def meta_of(
     splits: dict[str, dict[str, Any]],
     writer: "TokenWriter",
 ) -> dict[str, Any]:
-    from encoding import token_dtype
+    from encoding import source_figures, token_dtype
 
     for name, split in splits.items():
         top = writer.totals.files.get(name, {})
         split["top_files"] = {str(corpus.paths[file]): top[file] for file in sorted(top, key=lambda f: (-top[f], f))[:3]}
+    chunking = {"chunk_tokens": n} if (n := corpus.splitting.get("chunk_tokens")) else {}
     content = {
         "dtype": token_dtype(tokenizer.vocab_size).name,
         "vocab_size": tokenizer.vocab_size,
@@ -237,9 +234,9 @@ def meta_of(
         "corpus": config.run.corpus,
         **content,
         "raw_fingerprint": corpus.fingerprint,
-        "settings": settings_of(args),
+        "settings": {**settings_of(args), **chunking},
         "splits": splits,
-        "sources": {},
+        "sources": source_figures(writer.totals, corpus),
         "counts": dict(writer.totals.counts),
         "inputs": key_of(corpus, tokenizer, args),
         "fingerprint": fingerprint([content, {name: split["sha256"] for name, split in splits.items()}]),
@@ -253,10 +250,7 @@ def print_summary(config: Config, meta: dict[str, Any]) -> None:
         if files:
             print(f"       most documents from {files}")
     for name, source in meta["sources"].items():
-        share = f"{100 * source['share']:.2f} % of training, asked {100 * source['asked']:.2f} %" if "share" in source else ""
-        print(f"source {name}: {source['tokens']:,} tokens {share} {source.get('passes', 1):.2f} passes")
-        if source.get("passes", 1) > MANY_PASSES:
-            print(f"warning: {name} is read {source['passes']:.1f} times; beyond {MANY_PASSES} passes little is learnt from it")
+        print(source_line(name, source))
     for what, n in meta["counts"].items():
         print(f"{what}: {n:,}")
     for line in too_short(config, meta):
@@ -278,6 +272,15 @@ def split_line(name: str, split: dict[str, Any]) -> str:
         f"longest document {split['longest_document']:,} tokens",
     ]
     return ", ".join(parts)
+
+
+def source_line(name: str, source: dict[str, Any]) -> str:
+    line = f"source {name}: {source['tokens']:,} training tokens, {100 * source['share']:.2f} %"
+    if "asked" in source:
+        line += f" ({100 * source['asked']:.2f} % asked), {source['passes']:.2f} passes"
+        if source["passes"] > MANY_PASSES:
+            line += f" (warning: beyond {MANY_PASSES} passes little more is learnt)"
+    return line
 
 
 def too_short(config: Config, meta: dict[str, Any]) -> Iterator[str]:
