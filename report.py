@@ -152,10 +152,7 @@ class Report:
 
     runs: list[Run]
     vocabularies: list[Vocabulary]
-
-    @property
-    def charts(self) -> list[Chart]:
-        return make_charts(self.runs)
+    charts: list[Chart]  # of the runs
 
     @property
     def all_charts(self) -> list[Chart]:
@@ -164,7 +161,7 @@ class Report:
 
 def read_report(folders: Sequence[Path]) -> Report:
     runs = [read_run(folder, label) for folder, label in zip(folders, labels_of(folders), strict=True)]
-    return Report(runs, read_vocabularies(runs))
+    return Report(runs, read_vocabularies(runs), make_charts(runs))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -277,7 +274,7 @@ def summary_of(run: Run) -> dict[str, str]:
         figures["parameters"] = f"{model.num_params:,}"
         figures["shape"] = f"{shape}, vocabulary {model.vocab_size:,}"
         figures["tokens per step"] = f"{run.config.tokens_per_step:,}"
-    last = (run.train or run.eval or [{}])[-1]
+    last = max([{"step": -1}, *run.train[-1:], *run.eval[-1:]], key=lambda record: record["step"])
     tokens, seconds = number(last.get("tokens")), number(last.get("elapsed_s"))
     if math.isfinite(tokens):
         figures["tokens seen"] = f"{tokens:,.0f}"
@@ -290,7 +287,7 @@ def summary_of(run: Run) -> dict[str, str]:
 def progress_of(run: Run) -> str:
     if not run.max_iters:
         return f"step {run.last_step:,}"
-    state = "complete" if run.complete else f"{100 * run.last_step / run.max_iters:.0f} %"
+    state = "complete" if run.complete else f"{100 * run.last_step // run.max_iters} %"
     return f"step {run.last_step:,} of {run.max_iters:,} ({state})"
 
 
