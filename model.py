@@ -22,6 +22,7 @@ from config import ModelConfig
 ROTARY_BASE = 10_000.0
 RMS_EPS = 1e-6
 IGNORE_INDEX = -100  # targets with this value are not scored
+LONGEST_BLOCKED = 1_024  # tokens; see fused_attention
 
 
 class KVCache:
@@ -89,9 +90,23 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -
     return weights.type_as(v) @ v
 
 
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, blocks: int = 4) -> Tensor:
+    """reference_attention for one block of queries after the other, each with no more keys than its last query may see."""
+    size = -(-q.size(2) // blocks)
+    ends = range(size, q.size(2) + size, size)
+    parts = [reference_attention(q[:, :, e - size : e], k[:, :, :e], v[:, :, :e], dropout) for e in ends]
+    return torch.cat(parts, dim=2)
+
+
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-    """The same in one kernel that never stores the weights (Dao et al. 2022, arXiv 2205.14135)."""
+    """The same in one kernel that never stores the weights (Dao et al. 2022, arXiv 2205.14135).
+
+    Compiled for a CPU, blocks with a softmax that the compiler fuses take half the time of the kernel; their stored weights
+    grow with the square of T, so long contexts stay with the kernel.
+    """
     T, S = q.size(2), k.size(2)
+    if q.device.type == "cpu" and torch.compiler.is_compiling() and 1 < T == S <= LONGEST_BLOCKED:
+        return blocked_attention(q, k, v, dropout)
     if T in (1, S):  # a single query is the newest token and may look at everything
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_mask(T, S, q.device), dropout_p=dropout)

@@ -6,16 +6,156 @@ pytest collects the same functions. The reference algorithms here are the slow, 
 """
 
 import contextlib
+import dataclasses
 import io
+import math
+import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from common import run_main
-from config import parse_config
+from config import ModelConfig, SampleConfig, make_config, parse_config
 
 # Settings this stage takes on its command line: none beyond the preset, since the checks bring their own tiny ones.
 USES = ()
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Model
+
+TINY = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=50)
+
+
+def tiny_gpt(attention: str = "fused", **changes):
+    """A GPT of a few thousand parameters with the given fields changed, the same at each call."""
+    import torch
+
+    from model import GPT
+
+    torch.manual_seed(1)
+    return GPT(dataclasses.replace(TINY, **changes), attention)
+
+
+def tiny_batch(B: int = 4, T: int = 16):
+    """Inputs and targets (B, T), the same at each call."""
+    import torch
+
+    ids = torch.randint(TINY.vocab_size, (B, T + 1), generator=torch.Generator().manual_seed(2))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def test_parameter_counts_are_the_published_ones():
+    """Catches a bias, a norm or padding rows too many: the counts are those of the two recipes."""
+    import torch
+
+    from model import GPT
+
+    for preset, expected in (("wikitext103", 126_273_024), ("sydsgpt", 163_823_616)):
+        with torch.device("meta"):  # shapes only, no memory
+            found = GPT(make_config(preset).model).num_params()
+        assert found == expected, f"{preset}: {found:,}, expected {expected:,}"
+        print(f"{preset} {found:,}", end="  ")
+
+
+def test_shapes_and_initial_loss_near_ln_of_the_vocabulary():
+    """Catches a wrong initial scale and padding columns that take part in the softmax."""
+    import torch
+
+    model, (x, y) = tiny_gpt(), tiny_batch()
+    logits, none = model(x)
+    assert none is None and logits.shape == (4, 16, TINY.vocab_size) and logits.dtype == torch.float32
+    none, loss = model(x, y)
+    assert none is None and loss.shape == ()
+    expected = math.log(TINY.vocab_size)
+    assert abs(loss.item() - expected) < 0.05, f"{loss.item():.3f}, expected about {expected:.3f}"
+    print(f"{loss.item():.3f}, ln({TINY.vocab_size}) = {expected:.3f}")
+
+
+def test_future_tokens_cannot_change_past_logits():
+    """Catches a missing or shifted causal mask, in both kinds of attention."""
+    import torch
+
+    x, _ = tiny_batch()
+    for attention in ("fused", "reference"):
+        model = tiny_gpt(attention).eval()
+        before, _ = model(x)
+        for t in range(1, x.size(1)):
+            changed = x.clone()
+            changed[:, t:] = (changed[:, t:] + 1) % TINY.vocab_size
+            after, _ = model(changed)
+            assert torch.allclose(before[:, :t], after[:, :t], atol=1e-6), f"{attention}: token {t} is seen before its time"
+            assert not torch.allclose(before[:, t], after[:, t], atol=1e-6), f"{attention}: token {t} is not seen at all"
+
+
+def test_tied_weights_are_one_tensor():
+    """Catches a head that is copied, not shared: after one update the two would differ."""
+    tied, untied = tiny_gpt(), tiny_gpt(tied_head=False)
+    assert tied.lm_head.weight is tied.transformer.wte.weight
+    assert untied.lm_head.weight is not untied.transformer.wte.weight
+    assert untied.num_params() - tied.num_params() == TINY.vocab_size * TINY.n_embd
+
+
+def test_fused_attention_equals_the_reference():
+    """Catches a wrong scale or mask in the fast path, for outputs and gradients."""
+    import torch
+
+    from model import blocked_attention, fused_attention, reference_attention
+
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        q, k, v, dy = (torch.randn(2, 3, 64, 32, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(4))
+        results = []
+        for attention in (reference_attention, fused_attention, blocked_attention):
+            inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+            y = attention(*inputs)
+            results.append((y, *torch.autograd.grad(y, inputs, dy)))
+        reference, *others = results
+        pairs = [(a, b) for other in others for a, b in zip(reference, other, strict=True)]
+        error = max((a - b).abs().max().item() / a.abs().max().item() for a, b in pairs)
+        assert error < bound, f"{dtype}: relative difference {error:.1e}, expected below {bound:.0e}"
+        print(f"{str(dtype).removeprefix('torch.')} {error:.0e}", end="  ")
+
+
+def test_one_batch_overfits():
+    """Catches gradients that do not reach the weights: four sequences must be learned by heart."""
+    from optimizers import build_optimizer
+
+    model, (x, y) = tiny_gpt(), tiny_batch()
+    settings = make_config("wikitext103", {"learning_rate": 1e-2, "weight_decay": 0.0}).train
+    optimizer = build_optimizer(model, settings, "cpu")
+    for _ in range(150):
+        _, loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.item() < 0.1, f"loss {loss.item():.3f} after 150 steps on one batch, expected below 0.1"
+    print(f"loss {loss.item():.4f}")
+
+
+def test_a_checkpoint_comes_back_with_identical_logits():
+    """Catches a parameter that is not saved, and a file that only loads by running code."""
+    import torch
+
+    model, other, (x, _) = tiny_gpt().eval(), tiny_gpt().eval(), tiny_batch()
+    torch.nn.init.normal_(other.transformer.wte.weight)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.pt"
+        torch.save(model.state_dict(), path)
+        other.load_state_dict(torch.load(path, weights_only=True))
+    assert torch.equal(model(x)[0], other(x)[0])
+
+
+def test_generation_stays_within_the_vocabulary():
+    """Catches padding rows of the embedding that are drawn, and a context that outgrows the block."""
+    import torch
+
+    from sampling import generate
+
+    model = tiny_gpt(vocab_size=5).eval()  # 5 tokens, 59 rows of padding
+    torch.nn.init.normal_(model.transformer.wte.weight)
+    ids = list(generate(model, [1, 2], 40, SampleConfig(temperature=2.0, top_k=0)))
+    assert len(ids) == 40 and all(0 <= i < 5 for i in ids), ids
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Running as a script
