@@ -260,6 +260,7 @@ def test_own_folder(here: Path, capsys: pytest.CaptureFixture) -> None:
     (notes / "picture.png").write_bytes(b"\x89PNG")
     (notes / ".hidden.txt").write_text("hidden", encoding="utf-8")
     (notes / "sub" / "round").symlink_to(notes)
+    (notes / "alias.txt").symlink_to(notes / "sub" / "01.txt")
     (here / "data/other/raw").mkdir(parents=True)
     (here / "data/other/raw/ours.txt").write_text("ours", encoding="utf-8")
     assert run("--input", ".", "notes/sub/03.txt") == 0

@@ -1,5 +1,6 @@
 """Downloads against real servers on this machine that misbehave in every way a download has been seen to break."""
 
+import gzip
 import hashlib
 import os
 import random
@@ -114,12 +115,13 @@ def test_partial_file_of_a_wrong_content(server: Server, tmp_path: Path, known: 
         assert target.read_bytes() == BODY, start[:10]
 
 
-def test_a_stalled_connection_is_left(server: Server, tmp_path: Path) -> None:
+def test_a_stalled_connection_is_left(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """A server that falls silent hangs the download for ever."""
     server.script["/f"] = [loopback.stall_after(200_000, 3.0), loopback.ranged]
     download([f"{server.url}/f"], tmp_path / "f", **KNOWN)
     assert (tmp_path / "f").read_bytes() == BODY
     assert server.ranges[1] is not None, "what arrived before the silence was thrown away"
+    assert "timed out" in capsys.readouterr().out, "it was the server that ended it"
 
 
 def test_error_pages_with_status_200(server: Server, tmp_path: Path) -> None:
@@ -174,12 +176,16 @@ def test_two_versions_are_never_mixed(server: Server, tmp_path: Path) -> None:
         server.script["/f"] = [version(BODY, '"1"', 90_000), version(newer, '"2"', None, heed), version(newer, '"2"')]
         download([f"{server.url}/f"], tmp_path / f"f{i}")
         assert (tmp_path / f"f{i}").read_bytes() == newer
+    shrunk = loopback.status(416, {"Content-Range": "bytes */17"})
+    server.script["/f"] = [version(BODY, '"1"', 90_000), shrunk, version(newer, '"2"')]
+    download([f"{server.url}/f"], tmp_path / "f2")
+    assert (tmp_path / "f2").read_bytes() == newer
     server.script["/f"] = [version(BODY, '"1"', 90_000), version(BODY, '"1"')]
     server.requests.clear()
     download([f"{server.url}/f"], tmp_path / "same")
     assert (tmp_path / "same").read_bytes() == BODY
     assert server.ranges == [None, "bytes=90000-"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["f0", "f1", "same"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["f0", "f1", "f2", "same"]
 
 
 def test_only_https_off_this_machine(server: Server, tmp_path: Path) -> None:
@@ -207,6 +213,13 @@ def test_only_https_off_this_machine(server: Server, tmp_path: Path) -> None:
 def test_compressed_transfers(server: Server, tmp_path: Path) -> None:
     """A stored .gz that a server labels as an encoding is unpacked on the way, so that neither size nor hash can be right."""
     label = {"Content-Encoding": "gzip"}
+
+    def compresses_when_allowed(request: loopback.Request) -> None:
+        allowed = "gzip" in request.handler.headers.get("Accept-Encoding", "")
+        request.send(200, gzip.compress(BODY) if allowed else BODY, label if allowed else {})
+
+    server.script["/f"] = [compresses_when_allowed]
+    download([f"{server.url}/f"], tmp_path / "plain.txt", bytes=len(BODY))
     server.script["/f"] = [lambda request: request.send(200, BODY, label)]
     download([f"{server.url}/f"], tmp_path / "lines.jsonl.gz")
     assert (tmp_path / "lines.jsonl.gz").read_bytes() == BODY
@@ -220,6 +233,10 @@ def test_lengths_that_are_not_told(server: Server, tmp_path: Path) -> None:
     download([f"{server.url}/f"], tmp_path / "a")
     download([f"{server.url}/f"], tmp_path / "b", **KNOWN)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() == BODY
+    server.script["/f"] = [lambda request: request.send(200, BODY[:200_000], length=-1), loopback.ranged]
+    server.requests.clear()
+    download([f"{server.url}/f"], tmp_path / "d", **KNOWN)
+    assert server.ranges == [None, "bytes=200000-"]
     server.script["/f"] = [lambda request: request.send(200, BODY + b"more", length=-1)]
     with pytest.raises(UserError, match="more than"):
         download([f"{server.url}/f"], tmp_path / "c", **KNOWN)
