@@ -19,6 +19,7 @@ import heapq
 import itertools
 import json
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ WIKITEXT_SPLITS = {"wiki.train.raw": "train", "wiki.valid.raw": "val", "wiki.tes
 BLOCK_BYTES = 2 << 20
 OVERLAP_BYTES = 4_096  # no title line is longer
 FEW_DOCUMENTS = 20  # below this, documents are cut into pieces, else a split would be a document or none
-FEW_BYTES = 8_192  # a split with less text than this gets more documents: about four windows of 512 tokens
+FEW_BYTES = 4_096  # a split with less text than this gets more documents: about two windows of 512 tokens
 POLICIES = {"bom": "one leading dropped per file", "newlines": "CRLF becomes LF", "empty documents": "dropped"}
 
 BOM = b"\xef\xbb\xbf"
@@ -66,16 +67,21 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Part:
-    """Whole documents out of one file: a byte range to be read, or `data` where the file has no such ranges.
+    """Whole documents out of one file: the byte range start:end, or `data` where the file has no such ranges.
 
-    `bounds` are the documents' offsets in `data` (n + 1 of them) where the format tells.
+    Of parquet `start` is a row, and `bounds` are the offsets of the rows in `data` (n + 1 of them).
     """
 
     file: int
     start: int
     end: int
+    disk_bytes: int  # what it takes of the file as that lies on the disk
     data: bytes | None = None
     bounds: tuple[int, ...] | None = None
+
+    @property
+    def text_bytes(self) -> int:
+        return self.end - self.start if self.data is None else len(self.data)
 
 
 Block = tuple[Part, ...]
@@ -89,6 +95,11 @@ class Documents:
     texts: dict[str, list[str]] = dataclasses.field(default_factory=lambda: {name: [] for name in SPLITS})
     files: dict[str, list[int]] = dataclasses.field(default_factory=lambda: {name: [] for name in SPLITS})
     counts: Counter = dataclasses.field(default_factory=Counter)
+
+
+def disk_bytes(block: Block) -> int:
+    """What a block takes of its files, for progress."""
+    return sum(part.disk_bytes for part in block)
 
 
 def kind_of(path: str | Path) -> str | None:
@@ -158,7 +169,7 @@ class Corpus:
                 yield tuple(gathered)
                 gathered, size = [], 0
             gathered.append(part)
-            size += part.end - part.start
+            size += part.text_bytes
         if gathered:
             yield tuple(gathered)
 
@@ -264,8 +275,8 @@ class Corpus:
         path, kind = self.paths[part.file], self.files[part.file].kind
         data = part.data if part.data is not None else _read_range(path, part)
         if kind == "parquet":
-            rows = (data[a:b] for a, b in itertools.pairwise(part.bounds))
-            return (self._clean(path, row, part.start, counts) for row in rows)
+            rows = enumerate(itertools.pairwise(part.bounds), part.start)
+            return (self._clean(path, data[a:b], row, counts) for row, (a, b) in rows)
         if part.start == 0 and data.startswith(BOM):
             counts["byte-order marks dropped"] += 1
             # Blanked out rather than cut off, so that byte offsets in messages stay right.
@@ -300,9 +311,9 @@ class Corpus:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{_line_of(path, part, number)} is not JSON ({error}); mend or remove the line") from None
-            found = value.get(name, "") if isinstance(value, dict) and name in value else None
-            if found is None and not (isinstance(value, dict) and name in value):
+            if not isinstance(value, dict) or name not in value:
                 raise UserError(_field_message(_line_of(path, part, number), name, value))
+            found = value[name]
             if not isinstance(found, str | None):
                 kind = type(found).__name__
                 raise UserError(
@@ -444,7 +455,7 @@ def _range_parts(i: int, path: Path, boundary: re.Pattern[bytes] | None) -> Iter
     with open(path, "rb") as file:
         while start < size:
             end = size if boundary is None else _find_boundary(file, boundary, start + BLOCK_BYTES, size)
-            yield Part(i, start, end)
+            yield Part(i, start, end, end - start)
             start = end
 
 
@@ -463,24 +474,28 @@ def _find_boundary(file: IO[bytes], boundary: re.Pattern[bytes], position: int, 
 
 
 def _gzip_parts(i: int, path: Path) -> Iterator[Part]:
-    """Blocks of whole lines; a compressed file cannot be entered in the middle, so the data travels with the part."""
-    start, rest = 0, b""
+    """Whole lines of about BLOCK_BYTES; a compressed file cannot be entered in the middle, so the data travels along."""
+    start, rest, before = 0, b"", 0
+    with _gzip_errors(path), open(path, "rb") as packed, gzip.open(packed, "rb") as file:
+        while data := file.read(BLOCK_BYTES):
+            head, newline, tail = data.rpartition(b"\n")
+            if not newline:
+                rest += data
+                continue
+            block, rest, at = rest + head + newline, tail, packed.tell()
+            yield Part(i, start, start + len(block), at - before, block)
+            start, before = start + len(block), at
+        if rest:
+            yield Part(i, start, start + len(rest), packed.tell() - before, rest)
+
+
+@contextlib.contextmanager
+def _gzip_errors(path: Path) -> Iterator[None]:
+    """Makes damage in a compressed file the user's one-line error."""
     try:
-        with gzip.open(path, "rb") as file:
-            while data := file.read(BLOCK_BYTES):
-                head, newline, tail = data.rpartition(b"\n")
-                if not newline:
-                    rest += data
-                    continue
-                block = rest + head + newline
-                yield Part(i, start, start + len(block), block)
-                start, rest = start + len(block), tail
-    except (EOFError, gzip.BadGzipFile, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
+        yield
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{path} is damaged ({error}); fetch or make it again") from None
-    if rest:
-        yield Part(i, start, start + len(rest), rest)
 
 
 def _parquet_units(i: int, path: Path, column: str) -> Iterator[Unit]:
@@ -503,8 +518,9 @@ def _row_group_parts(i: int, path: Path, column: str, metadata: Any, group: int,
     with _parquet_errors(path), parquet.ParquetFile(path, metadata=metadata, buffer_size=1 << 20) as file:
         for batch in file.iter_batches(min(size, max(1, rows)), row_groups=[group], columns=[column], use_threads=False):
             data, bounds = _column_bytes(pa, batch.column(0))
-            yield Part(i, row, row + len(data), data, bounds)
-            row += len(bounds) - 1
+            n = len(bounds) - 1
+            yield Part(i, row, row + n, path.stat().st_size * n // metadata.num_rows, data, bounds)
+            row += n
 
 
 def _column_size(group: Any, column: str) -> int:
@@ -718,7 +734,7 @@ class _Survey:
             for block in corpus.blocks():
                 found = corpus.read(block)
                 self._add(found, by_hash)
-                progress.update(sum(part.end - part.start for part in block))
+                progress.update(disk_bytes(block))
 
     def _add(self, found: Documents, by_hash: list[bool]) -> None:
         self.counts.update(found.counts)
@@ -776,7 +792,7 @@ def _decide_splitting(corpus: Corpus) -> _Survey:
 
 def _cut_documents(corpus: Corpus, total_bytes: int) -> None:
     """Pieces are large enough for a training window each, and some hundreds in number where there is text for that."""
-    least = min(FEW_BYTES, max(2_048, total_bytes // 12))
+    least = min(2 * FEW_BYTES, max(256, total_bytes // 12))
     corpus.splitting.update(unit="piece", piece_bytes=min(max(least, total_bytes // 500), 256 << 10))
 
 
@@ -821,5 +837,7 @@ def _notes(manifest: dict[str, Any]) -> list[str]:
     if settings["keep_fraction"] < 1:
         notes.append(f"kept {settings['keep_fraction']:g} of the documents, drawn by hash with seed {settings['shuffle_seed']}")
     if (splitting["val_below"], splitting["test_below"]) != _fraction_limits(DataConfig(**settings)):
-        notes.append("little text: validation and test take a larger share than asked, so that each has some")
+        notes.append(
+            "little text: validation and test take a larger share than asked until the corpus grows, so that each has some"
+        )
     return notes

@@ -13,7 +13,7 @@ import numpy as np
 
 from common import Progress, read_json, sha256_file
 from config import Config
-from corpus import SPLITS, Block, Corpus
+from corpus import SPLITS, Block, Corpus, disk_bytes
 from encoding import Repeats, WorkerPool, find_repeats, make_pool, token_dtype, without
 from tokenizer import BPETokenizer
 
@@ -175,7 +175,7 @@ def _read_all(
                 stay = [n for n in range(len(digests)) if n not in dropped]
                 digests, splits = [digests[n] for n in stay], [splits[n] for n in stay]
             yield block, digests, splits
-            progress.update(sum(part.end - part.start for part in block))
+            progress.update(disk_bytes(block))
 
 
 def _draw(samples: list[_Sample], new: _Sample, seed: int) -> None:

@@ -151,9 +151,11 @@ class Tasks:
         self.under_way: deque[tuple[int, Block, Sequence[int]]] = deque()
 
     def __iter__(self) -> Iterator[tuple["Block", Sequence[int]]]:
+        from corpus import disk_bytes
+
         for number, block in enumerate(self.corpus.blocks()):
             if number < self.first or self.is_full(self.corpus.files[block[0].file].split):
-                self.progress.update(size_of(block))
+                self.progress.update(disk_bytes(block))
                 continue
             dropped = () if self.repeats is None else self.repeats.in_block(number).tolist()
             self.under_way.append((number, block, dropped))
@@ -164,6 +166,8 @@ def encode_all(
     corpus: "Corpus", pool: "WorkerPool", writer: "TokenWriter", repeats: "Repeats | None", max_docs: int | None
 ) -> None:
     """Appends every block that `writer` does not hold yet, in order."""
+    from corpus import disk_bytes
+
     room = Room(writer, max_docs)
     with Progress(corpus.bytes, "encoding", "bytes", scale=True) as progress:
         tasks = Tasks(corpus, writer.blocks, repeats, room.is_full, progress)
@@ -172,12 +176,7 @@ def encode_all(
             if room.exceeded_by(encoded):
                 encoded = pool.encoder.encode(block, dropped, room.left())
             writer.append(number, encoded)
-            progress.update(size_of(block), note=f"{writer.size // pool.encoder.dtype.itemsize:,} tokens")
-
-
-def size_of(block: "Block") -> int:
-    """Bytes a block takes in its files, for the progress bar; of a compressed file's, those of the text."""
-    return sum(part.end - part.start for part in block)
+            progress.update(disk_bytes(block), note=f"{writer.size // pool.encoder.dtype.itemsize:,} tokens")
 
 
 class Room:
