@@ -410,6 +410,8 @@ class Config:
         selecting = ["corpus", "variant", "data_dir"]
         if script in ("pipeline.py", "train.py", "generate.py", "evaluate.py", "export.py"):
             selecting += ["run", "checkpoint_dir"]
+        elif script == "report.py":  # names its runs as arguments
+            selecting = ["checkpoint_dir"]
         for name in selecting:
             if getattr(self.run, name) != getattr(base, name):
                 parts += [flag_of(name), shell_quote(str(getattr(self.run, name)))]
@@ -531,14 +533,16 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {line} (see --help)\n")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        args, unknown = self.parse_known_args([_dashed(a) for a in argv])
+        argv = [_dashed(a) for a in argv]
+        # Before argparse complains about arguments that are missing: a typo is the likelier cause.
+        flags = argv[: argv.index("--")] if "--" in argv else argv
+        for name in (a.partition("=")[0] for a in flags if a.startswith("--")):
+            if name not in self._option_string_actions:
+                near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.5)
+                self.error(f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else ""))
+        args, unknown = self.parse_known_args(argv)
         if unknown:
-            name = unknown[0].split("=")[0]
-            flags = [s for a in self._actions for s in a.option_strings]
-            near = difflib.get_close_matches(name, flags, n=1, cutoff=0.5) if name.startswith("-") else []
-            hint = f"; did you mean {near[0]}?" if near else ""
-            what = "unknown flag" if name.startswith("-") else "unexpected argument"
-            self.error(f"{what} {name}{hint}")
+            self.error(f"unexpected argument {unknown[0]}")
         return args
 
 

@@ -9,7 +9,7 @@ interruption. Reads and writes what the stages do; ends with a summary of the ru
 """
 
 import argparse
-import importlib
+import importlib.util
 import json
 import time
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from common import UserError, format_duration, run_main
 from config import SECTIONS, Config, flag_of, make_config, parse_config
 
 CUSTOM_CORPUS = "custom"
-STAGES = ("download_data", "train_tokenizer", "prepare_data", "test_model", "train", "evaluate", "generate")
+STAGES = ("download_data", "train_tokenizer", "prepare_data", "test_model", "train", "evaluate", "generate", "report")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +65,10 @@ def extra_arguments(stage: str, config: Config, args: argparse.Namespace) -> lis
         if args.overwrite:
             return ["--overwrite"]
         return ["--resume"] if any(config.run_dir.glob("checkpoint_*.pt")) else []
+    if stage == "report":
+        # The page needs nothing but the standard library; the PNG files beside it need an optional package.
+        pictures = [] if importlib.util.find_spec("matplotlib") else ["--no-png"]
+        return [config.run_name, *pictures]
     return []
 
 
@@ -111,6 +115,7 @@ def summary(config: Config) -> str:
         ("validation", f"loss {evaluation['loss']:.4f}, perplexity {evaluation['perplexity']:.2f} per token"),
         ("bits per byte", f"{evaluation['bits_per_byte']:.4f} on the whole validation split"),
         ("checkpoint", str(path)),
+        ("report", str(config.run_dir / "report.html")),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
