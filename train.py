@@ -5,6 +5,7 @@ checkpoint_best.pt, config.json, metrics.jsonl. Ctrl-C and SIGTERM finish the up
 The published 126-million-parameter recipe takes under 3 hours on an 8 GB GPU; a checkpoint holds 12 bytes per parameter.
 
     uv run python train.py                              start the run
+    uv run python train.py --estimate                   what it will take: memory, time, disk
     uv run python train.py --resume                     go on, after an interruption or a crash
     torchrun --nproc_per_node=2 train.py                the same run, dealt to two processes
 """
@@ -38,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--resume", action="store_true", help="go on from the run's newest readable checkpoint")
     start.add_argument("--overwrite", action="store_true", help="start over, deleting the run's checkpoints and records")
+    start.add_argument("--estimate", action="store_true", help="only say what the run takes in memory, time and disk")
+    start.add_argument("--overfit-batch", action="store_true", help="only check that the model learns one batch by heart")
     parser.add_argument(
         "--override",
         default="",
@@ -396,8 +399,21 @@ def end(trainer: Trainer) -> None:
     raise stop_exception(trainer.stop_signal)
 
 
+def rehearse(config: Config, args: argparse.Namespace) -> int:
+    """--estimate and --overfit-batch, which write nothing."""
+    from estimate import estimate_run, overfit_run
+
+    if args.overfit_batch:
+        return 0 if overfit_run(config, lambda line: print(line, flush=True)) else 1
+    print("\n".join(estimate_run(config)))
+    print(f"next: {config.command('train.py')}")
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     config, args = parse_config(argv, doc=__doc__, uses=USES, add_arguments=add_arguments)
+    if args.estimate or args.overfit_batch:
+        return rehearse(config, args)
     from distributed import StopSignals, join_world
 
     with StopSignals() as stop:
