@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -175,6 +176,23 @@ def fingerprint(value: Any) -> str:
     """sha256 of a JSON-able value in canonical form: the identity of a set of inputs and settings."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Worker processes
+
+
+def start_worker() -> None:
+    """The first thing a worker process does: it leaves Ctrl-C to its parent and ends with it, even if that is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    from multiprocessing import connection, parent_process  # workers have it loaded; --help need not
+
+    connection.wait([parent_process().sentinel])
+    os._exit(1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

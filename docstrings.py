@@ -12,13 +12,14 @@ import multiprocessing
 import os
 import platform
 import re
-import signal
 import sysconfig
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
-from common import Progress, UserError, atomic_write
+from common import Progress, UserError, atomic_write, start_worker
 
 LEAST_CHARACTERS = 80
 PACKAGES = ("numpy", "torch")
@@ -33,8 +34,15 @@ def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         if _package_folder(package) is not None:
-            found[package] = importlib.metadata.version(package)
+            found[package] = _version(package)
     return found
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # installed without metadata, as some source builds are
+        return "unknown"
 
 
 def write_docstrings(path: Path) -> int:
@@ -65,25 +73,30 @@ def _article(name: str, text: str) -> str:
 
 
 def _collect_docstrings() -> list[tuple[str, str]]:
-    """(qualified name, text) of all docstrings long enough, parsed on all cores."""
+    """(qualified name, text) of all docstrings long enough, parsed on all cores. Raises UserError."""
     files = list(_source_files())
     docstrings, unreadable = [], 0
-    workers = min(8, os.cpu_count() or 1)
     context = multiprocessing.get_context("spawn")
-    with context.Pool(workers, _prepare_worker) as pool, Progress(len(files), "reading docstrings", "files") as progress:
-        for found in pool.imap_unordered(_read_file, files, chunksize=16):
-            progress.update()
-            if found is None:
-                unreadable += 1
-            else:
-                docstrings += found
+    pool = ProcessPoolExecutor(min(8, os.cpu_count() or 1), context, _prepare_worker)
+    try:
+        with Progress(len(files), "reading docstrings", "files") as progress:
+            for found in pool.map(_read_file, files, chunksize=16):
+                progress.update()
+                if found is None:
+                    unreadable += 1
+                else:
+                    docstrings += found
+    except BrokenProcessPool:
+        raise UserError("a process that read source files was killed (out of memory?); run the same command again") from None
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
     note = f" ({unreadable} could not be parsed)" if unreadable else ""
     print(f"read {len(files):,} source files{note}")
     return docstrings
 
 
 def _prepare_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the pool
+    start_worker()
     warnings.simplefilter("ignore")  # sources warn about their escape sequences when they are parsed
     gc.disable()  # syntax trees are made of millions of objects, freed by their reference counts alone
 

@@ -65,6 +65,7 @@ def corpus_name(config: Config, args: argparse.Namespace) -> str:
 
 def choose_source(config: Config, args: argparse.Namespace) -> "Source":
     """The source that the flags ask for. Raises UserError where they do not go together."""
+    import hub
     import sources
 
     name = config.run.corpus
@@ -75,7 +76,7 @@ def choose_source(config: Config, args: argparse.Namespace) -> "Source":
     if args.url:
         return sources.Addresses(tuple(args.url), tuple(args.sha256 or ()))
     if args.hub:
-        return sources.Hub(tuple(map(sources.HubSet.parse, args.hub)))
+        return sources.Hub(tuple(map(hub.HubSet.parse, args.hub)))
     if built_in == "local":
         return sources.Local()
     if built_in:
@@ -83,7 +84,7 @@ def choose_source(config: Config, args: argparse.Namespace) -> "Source":
     if args.archive:
         return sources.Archive(Path(args.archive))
     if name == "sydsgpt":
-        return sources.Hub(sources.SYDSGPT)
+        return sources.Hub(hub.SYDSGPT)
     return recorded_source(config)
 
 

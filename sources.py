@@ -6,23 +6,18 @@ damaged is brought anew. `describe()` is what the manifest remembers of it.
 
 import os
 import re
-import stat
-import zipfile
-import zlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
-from common import Progress, UserError, atomic_write, require_free_space, sha256_file
+from archives import DamagedArchive, describe_skipped, unpack
+from common import UserError, require_free_space, sha256_file
 from corpus import KINDS, SourceFile, kind_of
 from docstrings import versions, write_docstrings
-from fetch import describe_damage, download, read_json_pages, require_safe_url, shown_url
-
-HUB_VARIABLE = "HF_ENDPOINT"  # the name that the hub's own tools use for another address of it
-HUB = "https://huggingface.co"
+from fetch import describe_damage, download, require_safe_url, shown_url
+from hub import HubSet, hub_endpoint, hub_hint, list_hub_files
 
 
 class Source:
@@ -39,10 +34,6 @@ class Source:
     def made(self, recorded: dict[str, Any], raw_dir: Path) -> bool:
         """Whether a corpus of this record is what this source would bring."""
         return recorded == self.describe(raw_dir)
-
-
-def hub_endpoint() -> str:
-    return os.environ.get(HUB_VARIABLE, "").rstrip("/") or HUB
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -226,19 +217,6 @@ class Input(Source):
                 yield path
 
 
-def describe_skipped(names: Sequence[str]) -> str:
-    """`skipped 3 files of other kinds: .png 2 (a.png, b.png), .pdf 1 (c.pdf)`."""
-    if not names:
-        return "skipped nothing"
-    kinds = Counter(Path(name).suffix.lower() or "no ending" for name in names)
-    parts = []
-    for kind, n in kinds.most_common(5):
-        examples = [Path(name).name for name in names if (Path(name).suffix.lower() or "no ending") == kind]
-        parts.append(f"{kind} {n:,} ({', '.join(examples[:3])}{', ...' if n > 3 else ''})")
-    more = f", and {len(kinds) - 5} more kinds" if len(kinds) > 5 else ""
-    return f"skipped {len(names):,} {'file' if len(names) == 1 else 'files'} of other kinds: {', '.join(parts)}{more}"
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Addresses and archives
 
@@ -313,114 +291,8 @@ class Archive(Source):
         return [SourceFile.of(path.relative_to(raw_dir)) for path in paths]
 
 
-class DamagedArchive(UserError):
-    """An archive whose bytes are wrong."""
-
-
-def unpack(archive: Path, folder: Path) -> list[Path]:
-    """Unpacks the files of known kinds, sorted by name, without the folder that holds them all.
-
-    Raises UserError for a damaged or encrypted archive, for one with a member that would land outside of `folder` (nothing
-    is written then), and for one without any file to read.
-    """
-    try:
-        with zipfile.ZipFile(archive) as file:
-            members = _members(file, archive)
-            require_free_space(folder, sum(info.file_size for info, _ in members), f"unpacking {archive.name}")
-            return _extract(file, members, folder)
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-        raise DamagedArchive(f"{archive} is no readable zip archive ({error}); fetch it again or unpack it by hand") from None
-
-
-def _members(file: zipfile.ZipFile, archive: Path) -> list[tuple[zipfile.ZipInfo, PurePosixPath]]:
-    """(member, its path below the target folder) of every file to unpack."""
-    placed = [(info, _safe_path(info, archive)) for info in file.infolist() if not info.is_dir()]
-    placed = [(info, path) for info, path in placed if not any(p.startswith((".", "__MACOSX")) for p in path.parts)]
-    skipped = [str(path) for _, path in placed if kind_of(path) is None]
-    placed = sorted(((info, path) for info, path in placed if kind_of(path)), key=lambda pair: pair[1].as_posix())
-    if not placed:
-        raise UserError(f"{archive} holds no file that can be read ({describe_skipped(skipped)}); kinds: {', '.join(KINDS)}")
-    if skipped:
-        print(f"{archive.name}: {describe_skipped(skipped)}", flush=True)
-    if any(info.flag_bits & 1 for info, _ in placed):
-        raise UserError(f"{archive} is encrypted; unpack it by hand and give the files with --input")
-    while len({path.parts[0] for _, path in placed}) == 1 and all(len(path.parts) > 1 for _, path in placed):
-        placed = [(info, PurePosixPath(*path.parts[1:])) for info, path in placed]
-    names = Counter(path.as_posix().lower() for _, path in placed)
-    twice = next((path for _, path in placed if names[path.as_posix().lower()] > 1), None)
-    if twice is not None:
-        raise UserError(f"{archive} holds {twice} twice (capitals aside); unpack it by hand and give the files with --input")
-    return placed
-
-
-def _safe_path(info: zipfile.ZipInfo, archive: Path) -> PurePosixPath:
-    """A member's path; raises UserError where it is absolute, climbs out of its folder or is a link."""
-    name = info.filename.replace("\\", "/")
-    parts = [part for part in name.split("/") if part not in ("", ".")]
-    is_link = stat.S_ISLNK(info.external_attr >> 16)
-    if name.startswith("/") or ".." in parts or not parts or re.match("[A-Za-z]:", name) or is_link:
-        raise UserError(f"{archive} is refused: its member {info.filename!r} would land outside of the corpus folder")
-    return PurePosixPath(*parts)
-
-
-def _extract(file: zipfile.ZipFile, members: list[tuple[zipfile.ZipInfo, PurePosixPath]], folder: Path) -> list[Path]:
-    """Each member's bytes are checked against the archive's CRC-32 before the file gets its name."""
-    paths = []
-    total = sum(info.file_size for info, _ in members)
-    with Progress(total, "unpacking", "B", scale=True) as progress:
-        for info, relative in members:
-            path = folder / relative
-            with file.open(info) as member, atomic_write(path) as target:
-                while chunk := member.read(1 << 20):
-                    target.write(chunk)
-                    progress.update(len(chunk), relative.name)
-            paths.append(path)
-    return paths
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # A hub
-
-
-@dataclass(frozen=True)
-class HubSet:
-    """The data files below one folder of a hub data set."""
-
-    name: str  # what the manifest calls the source
-    repository: str
-    folder: str = ""
-    revision: str = "main"
-
-    @classmethod
-    def parse(cls, text: str) -> "HubSet":
-        """From `[NAME=]OWNER/SET[@REVISION][:FOLDER]`. Raises UserError."""
-        pattern = r"(?:(?P<name>[\w.-]+)=)?(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^:]+))?(?::(?P<folder>.+))?"
-        match = re.fullmatch(pattern, text)
-        if match is None:
-            raise UserError(
-                f"--hub {text}: expected [NAME=]OWNER/SET[@REVISION][:FOLDER], as in wiki=wikimedia/wikipedia:20231101.en"
-            )
-        name = match["name"] or match["repository"].rpartition("/")[2]
-        return cls(name, match["repository"], (match["folder"] or "").strip("/"), match["revision"] or "main")
-
-
-# The corpus of the published 163,823,616-parameter run.
-SYDSGPT = (
-    HubSet("fineweb", "HuggingFaceFW/fineweb", "sample/10BT"),
-    HubSet("wikipedia", "wikimedia/wikipedia", "20231101.en"),
-    HubSet("arxiv", "timaeus/pile-arxiv"),
-)
-
-
-@dataclass(frozen=True)
-class HubFile:
-    """A file of a hub data set, with what the hub says of it."""
-
-    url: str
-    path: str  # relative to raw/
-    source: str
-    bytes: int
-    sha256: str | None  # known of large files (LFS), which data files are
 
 
 @dataclass(frozen=True)
@@ -434,6 +306,9 @@ class Hub(Source):
         return {"kind": "hub", "sets": sets}
 
     def collect(self, raw_dir: Path) -> list[SourceFile]:
+        names = [hub_set.name for hub_set in self.sets]
+        if len(set(names)) < len(names):
+            raise UserError("two sets of one name; tell them apart with --hub NAME=OWNER/SET NAME=OWNER/SET")
         files = [file for hub_set in self.sets for file in list_hub_files(hub_set)]
         missing = sum(file.bytes for file in files if not (raw_dir / file.path).exists())
         total = sum(file.bytes for file in files)
@@ -441,46 +316,8 @@ class Hub(Source):
         require_free_space(raw_dir, missing, "the data set")
         for i, file in enumerate(files):
             print(f"{i + 1} of {len(files)}: {file.path} ({file.bytes / 1e6:,.1f} MB)", flush=True)
-            download([file.url], raw_dir / file.path, bytes=file.bytes, sha256=file.sha256, hint=_hub_hint())
+            download([file.url], raw_dir / file.path, bytes=file.bytes, sha256=file.sha256, hint=hub_hint())
         return [SourceFile(path=file.path, kind=kind_of(file.path), source=file.source) for file in files]
-
-
-def _hub_hint() -> str:
-    return f"check the connection or the proxy, or set {HUB_VARIABLE} to another address of the hub; finished files are kept"
-
-
-def list_hub_files(hub_set: HubSet) -> list[HubFile]:
-    """The data files of a set, sorted by path, from the hub's tree API (https://huggingface.co/docs/hub/api).
-
-    Raises UserError where the hub cannot be read or has no such files.
-    """
-    root = f"{hub_endpoint()}/api/datasets/{hub_set.repository}/tree/{quote(hub_set.revision, safe='')}"
-    url = f"{root}/{quote(hub_set.folder)}?recursive=true" if hub_set.folder else f"{root}?recursive=true"
-    require_safe_url(url)
-    found = {}
-    for page in read_json_pages(url, _hub_hint()):
-        if not isinstance(page, list):
-            raise UserError(f"{url} answers with something that is no list of files; {_hub_hint()}")
-        for entry in page:
-            if entry.get("type") == "file" and kind_of(entry["path"]) in ("parquet", "jsonl"):
-                found[entry["path"]] = _hub_file(hub_set, entry)
-    if not found:
-        raise UserError(
-            f"{hub_set.repository} has no .parquet or .jsonl files below {hub_set.folder or 'its root'!r}; check --hub"
-        )
-    return [found[path] for path in sorted(found)]
-
-
-def _hub_file(hub_set: HubSet, entry: dict[str, Any]) -> HubFile:
-    path = PurePosixPath(entry["path"])
-    inner = path.relative_to(hub_set.folder) if hub_set.folder else path
-    if path.is_absolute() or ".." in path.parts or "\\" in entry["path"]:
-        raise UserError(f"{hub_set.repository} is refused: its file {entry['path']!r} would land outside of the corpus folder")
-    revision = quote(hub_set.revision, safe="")
-    url = f"{hub_endpoint()}/datasets/{hub_set.repository}/resolve/{revision}/{quote(entry['path'])}"
-    large = entry.get("lfs") or {}
-    place = PurePosixPath(hub_set.name, inner).as_posix()
-    return HubFile(url, place, hub_set.name, large.get("size", entry["size"]), large.get("oid"))
 
 
 def of_record(record: dict[str, Any], not_in: tuple[Path, ...] = ()) -> Source:

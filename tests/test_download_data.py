@@ -393,6 +393,13 @@ def test_hub_faults(hub: Server, here: Path) -> None:
     entry = {"type": "file", "oid": "0", "size": 3, "path": "../../evil.parquet"}
     hub.script["/api/datasets/own/evil/tree/main?recursive=true"] = [lambda r: r.send(200, json.dumps([entry]).encode())]
     assert "refused" in user_error("--hub", "own/evil")
+    for i, page in enumerate(
+        ['{"error": "x"}', "[1]", '[{"type": "file"}]', '[{"type": "file", "path": "a.parquet", "size": "x"}]']
+    ):
+        hub.script[f"/api/datasets/own/odd{i}/tree/main?recursive=true"] = [lambda r, page=page: r.send(200, page.encode())]
+        assert "no list of files" in user_error("--hub", f"own/odd{i}"), page
+    assert "two sets of one name" in user_error("--hub", "own/set:en", "own/set:de")
+    assert "OWNER/SET" in user_error("--hub", "..=own/set")
     hub.script["/api/datasets/own/page/tree/main?recursive=true"] = [lambda r: r.send(200, b"<html>")]
     assert "no JSON" in user_error("--hub", "own/page")
     hub.script["/api/datasets/own/none/tree/main?recursive=true"] = [lambda r: r.send(200, b"[]")]
