@@ -478,6 +478,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_iters": 0,
         "max_epochs": 1.0,
         "sampling": "epoch",
+        "optimizer": "galore",
         "learning_rate": 1e-4,
         "initial_lr": 1e-6,
         "warmup_ratio": 0.02,
