@@ -8,18 +8,146 @@ pytest collects the same functions. The reference algorithms here are the slow, 
 import contextlib
 import dataclasses
 import io
+import itertools
 import math
+import random
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from common import run_main
-from config import ModelConfig, SampleConfig, make_config, parse_config
+from config import SPECIAL_TOKENS, ModelConfig, SampleConfig, make_config, parse_config
 
 # Settings this stage takes on its command line: none beyond the preset, since the checks bring their own tiny ones.
 USES = ()
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tokenizer: the slow, obvious algorithms, and checks that the fast ones equal them
+
+
+def merge_everywhere(symbols: list, pair: tuple, merged) -> list:
+    """`symbols` with every occurrence of `pair`, from the left, replaced."""
+    result, i = [], 0
+    while i < len(symbols):
+        found = tuple(symbols[i : i + 2]) == pair
+        result.append(merged if found else symbols[i])
+        i += 2 if found else 1
+    return result
+
+
+def naive_merges(pieces: dict[bytes, int], kind: str, vocab_size: int, min_frequency: int) -> list[tuple[bytes, bytes]]:
+    """BPE training by definition: count every pair again before each merge. Ties go to the smallest pair of byte strings."""
+    characters = (lambda piece: [c.encode() for c in piece.decode()]) if kind == "word" else lambda p: [bytes([b]) for b in p]
+    words = {piece: characters(piece) for piece in pieces}
+    size = len(SPECIAL_TOKENS) + (len({c for word in words.values() for c in word}) if kind == "word" else 256)
+    merges: list[tuple[bytes, bytes]] = []
+    while size + len(merges) < vocab_size:
+        counts: Counter[tuple[bytes, bytes]] = Counter()
+        for piece, word in words.items():
+            for pair in itertools.pairwise(word):
+                counts[pair] += pieces[piece]
+        allowed = [p for p, n in counts.items() if n >= min_frequency and (p[0] + p[1]).decode("latin-1") not in SPECIAL_TOKENS]
+        if not allowed:
+            break
+        best = min(allowed, key=lambda pair: (-counts[pair], pair))
+        merges.append(best)
+        words = {piece: merge_everywhere(word, best, best[0] + best[1]) for piece, word in words.items()}
+    return merges
+
+
+def ordered_merges(tokenizer, text: str) -> list[int]:
+    """Encoding by definition: every merge in the order it was learnt, over the whole piece."""
+    results = {token: i for i, token in enumerate(tokenizer.tokens)}
+    ids = []
+    for piece in tokenizer.split(text):
+        symbols = tokenizer.symbols_of(piece)
+        for left, right in tokenizer.merges:
+            symbols = merge_everywhere(symbols, (left, right), results[tokenizer.tokens[left] + tokenizer.tokens[right]])
+        ids += symbols
+    return ids
+
+
+def random_corpus(rng: random.Random) -> tuple[list[str], str, int, int]:
+    """Texts that are hard for a trainer (runs, ties, the letters of special tokens), a kind, a vocabulary, a least count."""
+    alphabet = rng.choice(["a", "ab", "ab ", "abc \n", "aé日🙂 ", "<EOS> BPAD", "abcdefghij     ", "^^^ 's", "a\x00ÿ\x1c\xa0 "])
+    length = rng.choice([1, 10, 50, 300])
+    texts = ["".join(rng.choices(alphabet, k=length)) + "a" for _ in range(rng.randint(1, 4))]
+    kind = rng.choice(["word", "byte"])
+    return texts, kind, rng.choice([20, 40, 80]) + (256 if kind == "byte" else 0), rng.choice([1, 2, 5])
+
+
+def test_incremental_trainer_equals_naive_rescan():
+    """Catches a count that went wrong on runs such as aaaa, ties broken otherwise, a merge into a special token."""
+    from tokenizer import BPETokenizer, to_utf8
+
+    rng, total = random.Random(1), 0
+    for i in range(150):
+        texts, kind, vocab_size, min_frequency = random_corpus(rng)
+        tokenizer = BPETokenizer.train(texts, kind=kind, vocab_size=vocab_size, min_frequency=min_frequency)
+        found = [(tokenizer.tokens[a], tokenizer.tokens[b]) for a, b in tokenizer.merges]
+        pieces = Counter(to_utf8(piece) for text in texts for piece in tokenizer.split(text))
+        assert found == naive_merges(pieces, kind, vocab_size, min_frequency), f"corpus {i}: {kind}, {texts}"
+        total += len(found)
+    print(f"{total:,} merges")
+
+
+def test_rank_encoding_equals_ordered_merges():
+    """Catches an encoder that applies merges in another order, one text at a time or in bulk."""
+    from tokenizer import BPETokenizer
+
+    rng = random.Random(2)
+    for _ in range(40):
+        texts, kind, vocab_size, _ = random_corpus(rng)
+        tokenizer = BPETokenizer.train(texts, kind=kind, vocab_size=vocab_size, min_frequency=1)
+        texts += [random_corpus(rng)[0][0], ""]
+        ids, offsets = tokenizer.encode_to_array(texts)
+        for text, a, b in zip(texts, offsets[:-1], offsets[1:], strict=True):
+            expected = ordered_merges(tokenizer, text)
+            assert tokenizer.encode(text) == expected, f"{kind}: {text!r}"
+            assert ids[a:b].tolist() == expected, f"{kind} in bulk: {text!r}"
+
+
+def test_round_trips_also_after_save_and_load():
+    """Catches text lost between encode and decode, and a file that does not hold the whole tokenizer."""
+    from tokenizer import BPETokenizer
+
+    texts = [
+        "the cat sat on the mat, the hat.\n\n" * 5,
+        "",
+        " \n",
+        "👩‍👩‍👧 naïve\u3000日本",
+        "a" * 300,
+        "<EOS> <BOS>",
+        "\x00\x1c\x85²½",
+    ]
+    for kind in ("word", "byte"):
+        tokenizer = BPETokenizer.train(texts, kind=kind, vocab_size=400)
+        loaded = BPETokenizer.from_json(tokenizer.to_json())
+        assert loaded.to_json() == tokenizer.to_json()
+        for text in texts:
+            ids = loaded.encode(text)
+            assert ids == tokenizer.encode(text)
+            assert loaded.decode(ids) == loaded.scored_text(text), f"{kind}: {text!r}"
+            assert "".join(loaded.decode_stream(ids)) == loaded.scored_text(text), f"{kind} streamed: {text!r}"
+
+
+def test_special_ids_and_unknown_characters():
+    """Catches text that turns into a control token, a document without its markers, and an unseen character dropped."""
+    from tokenizer import BPETokenizer
+
+    spelled = "<EOS> <PAD> " * 20
+    for kind in ("word", "byte"):
+        tokenizer = BPETokenizer.train([spelled], kind=kind, vocab_size=400, min_frequency=1)
+        assert [tokenizer.tokens[i].decode() for i in range(4)] == list(SPECIAL_TOKENS)
+        assert min(tokenizer.encode(spelled)) >= len(SPECIAL_TOKENS)
+        assert tokenizer.wrap_document([9]) == [tokenizer.bos_id, 9, tokenizer.eos_id]
+        assert tokenizer.decode(tokenizer.wrap_document(tokenizer.encode("<EOS>"))) == "<EOS>"
+    word = BPETokenizer.train([spelled], kind="word", vocab_size=400)
+    assert word.encode("é") == [word.unk_id]
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Model

@@ -251,11 +251,12 @@ class BPETokenizer:
             if found is None:
                 if len(known) >= CACHED_WORDS:
                     known.clear()
-                found = known[piece] = bpe.merge_piece(self._symbols_of(piece), self._ranks, self._results)
+                found = known[piece] = bpe.merge_piece(self.symbols_of(piece), self._ranks, self._results)
             ids += found
         return ids
 
-    def _symbols_of(self, piece: str) -> list[int]:
+    def symbols_of(self, piece: str) -> list[int]:
+        """The ids a piece starts from, before any merge."""
         symbols = self._symbols
         if self.kind == "word":
             return [symbols.get(to_utf8(c), UNK_ID) for c in piece]
