@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common import FolderLock, Progress, UserError, read_json, run_main
-from config import Config, parse_config
+from config import Config, flag_of, parse_config
 
 if TYPE_CHECKING:
     from sources import Source
@@ -47,8 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     source = choose_source(config, args)
     with FolderLock(config.corpus_dir, f"corpus {config.run.corpus}"):
-        manifest = verified_manifest(config, source)
-        if manifest is None:
+        manifest = recorded_manifest(config)
+        config = keep_settings(config, source, manifest, args.given)
+        if manifest is None or not is_current(config, source, manifest):
             manifest = bring(config, source)
     print_summary(config, manifest)
     return 0
@@ -131,31 +132,48 @@ def own_folders(config: Config) -> tuple[Path, ...]:
 # What is there already
 
 
-def verified_manifest(config: Config, source: "Source") -> dict[str, Any] | None:
-    """The manifest of a corpus that is complete and unharmed and is what is asked for; None, after saying why, otherwise."""
-    from corpus import manifest_path
+def recorded_manifest(config: Config) -> dict[str, Any] | None:
+    """The manifest of an earlier call; None where there is none, or, after saying so, where it cannot be used."""
+    from corpus import Corpus, manifest_path
 
     path = manifest_path(config)
     if not path.exists():
         return None
     try:
         manifest = read_json(path, "")
-        damaged = find_damage(config, manifest)
-        reasons = [
-            *differences(config, source, manifest),
-            *(f"{config.raw_dir / name} {problem}" for name, problem in damaged.items()),
-        ]
-    except (UserError, KeyError, TypeError) as error:
-        reasons = [f"{path} cannot be used ({error})"]
-        damaged = {}
+        Corpus(manifest, config.raw_dir)
+        if not {"source", "documents", "fingerprint"} <= manifest.keys():
+            raise ValueError("it is incomplete")
+    except (UserError, KeyError, TypeError, ValueError) as error:
+        print(f"{path} cannot be used ({error}); taking stock again", flush=True)
+        return None
+    return manifest
+
+
+def keep_settings(config: Config, source: "Source", manifest: dict[str, Any] | None, given: dict[str, Any]) -> Config:
+    """A corpus keeps the settings it was made with, as far as the command line names no others."""
+    if manifest is None or not source.made(manifest["source"], config.raw_dir):
+        return config
+    recorded = manifest["settings"]
+    kept = {name: value for name, value in recorded.items() if name not in given and value != getattr(config.data, name)}
+    for name, value in kept.items():
+        print(f"kept from the corpus: {name} = {value!r} ({flag_of(name)} changes it)")
+    return config.with_settings(kept)
+
+
+def is_current(config: Config, source: "Source", manifest: dict[str, Any]) -> bool:
+    """Whether the corpus is complete, unharmed and what is asked for; says why where it is not, and removes what is damaged."""
+    damaged = find_damage(config, manifest)
+    reasons = differences(config, source, manifest)
+    reasons += [f"{config.raw_dir / name} {problem}" for name, problem in damaged.items()]
     for reason in reasons:
         print(reason, flush=True)
     for name in damaged:
-        if not Path(name).is_absolute():  # ours, so that it is brought again; the user's own files are only read
-            (config.raw_dir / name).unlink(missing_ok=True)
+        if not Path(name).is_absolute() and ".." not in Path(name).parts:  # ours; the user's own files are only read
+            (config.raw_dir / name).unlink(missing_ok=True)  # so that it is brought again
     if not reasons:
-        print(f"verified: all {len(manifest['files']):,} files are as recorded, nothing to bring")
-    return None if reasons else manifest
+        print(f"verified: all files are as recorded ({len(manifest['files']):,}), nothing to bring")
+    return not reasons
 
 
 def differences(config: Config, source: "Source", manifest: dict[str, Any]) -> list[str]:

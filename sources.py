@@ -322,9 +322,10 @@ class Hub(Source):
 
 def of_record(record: dict[str, Any], not_in: tuple[Path, ...] = ()) -> Source:
     """The source that `describe()` recorded. Raises UserError for a record of an unknown kind."""
+    sizes = {release.archive: size for size, release in RELEASES.items()}
     match record:
-        case {"kind": "wikitext", "archive": archive}:
-            return WikiText(next(size for size, release in RELEASES.items() if release.archive == archive))
+        case {"kind": "wikitext", "archive": archive} if archive in sizes:
+            return WikiText(sizes[archive])
         case {"kind": "local"}:
             return Local()
         case {"kind": "input", "paths": paths}:

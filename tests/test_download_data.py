@@ -283,6 +283,23 @@ def test_own_folder(here: Path, capsys: pytest.CaptureFixture) -> None:
     assert run("--input", ".", "--val-fraction", "0.2") == 0
     assert "val_fraction" in capsys.readouterr().out
     assert manifest_of(here, "custom")["settings"]["val_fraction"] == 0.2
+    assert run("--corpus", "custom") == 0
+    out = capsys.readouterr().out
+    assert "--val-fraction changes it" in out and "verified" in out
+    assert run("--input", "notes") == 0
+    assert manifest_of(here, "custom")["settings"]["val_fraction"] == 0.02  # another source, the defaults again
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"format": 1, "files": 3}', "{", '{"settings": {"nonsense": 1}}'])
+def test_a_damaged_manifest(here: Path, text: str, capsys: pytest.CaptureFixture) -> None:
+    """A manifest that cannot be used stops the very command that would mend it."""
+    (here / "book.txt").write_text("Some words of a book.\n\n" * 500, encoding="utf-8")
+    assert run("--input", "book.txt") == 0
+    good = manifest_of(here, "custom")
+    (here / "data/custom/raw/manifest.json").write_text(text, encoding="utf-8")
+    assert run("--input", "book.txt") == 0
+    assert "cannot be used" in capsys.readouterr().out
+    assert manifest_of(here, "custom") == good
 
 
 def test_one_lone_text_file(stage, tmp_path: Path) -> None:
