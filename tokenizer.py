@@ -166,7 +166,7 @@ class BPETokenizer:
             raise ValueError("its splitter is none of word, byte and gpt2")
         _check_vocab(vocab, merges)
         names = sorted(vocab, key=vocab.__getitem__)
-        known = tuple(i for i, name in enumerate(names) if name in (SPECIAL_TOKENS if kind != "gpt2" else GPT2_END_OF_TEXT))
+        known = tuple(i for i, name in enumerate(names) if name in (SPECIAL_TOKENS if kind != "gpt2" else (GPT2_END_OF_TEXT,)))
         if known != (tuple(range(len(SPECIAL_TOKENS))) if kind != "gpt2" else (len(names) - 1,)):
             raise ValueError("its special tokens are not where they belong")
         tokens = [name.encode() if i in known or kind == "word" else _printable_to_bytes(name) for i, name in enumerate(names)]
