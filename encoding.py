@@ -346,7 +346,7 @@ class TokenWriter:
 
     def __init__(self, folder: Path, key: str) -> None:
         self.folder, self.key = folder, key
-        self.totals, self._new = Totals(), Totals()
+        self.totals = Totals()
         self._journal_path = folder / "journal.jsonl"
         self._committed = time.monotonic()
         self._finishing = False  # from then on the files hold more than the journal should say
@@ -359,7 +359,8 @@ class TokenWriter:
         self._files = {split: open(self.part_path(split), "ab", buffering=0) for split in SPLITS}
         for split, file in self._files.items():
             file.truncate(self._state.sizes[split])
-        self._journal = open(self._journal_path, "ab")
+        self._journal = open(self._journal_path, "ab", buffering=0)
+        self._since: tuple[int, list[tuple[int, Totals]]] = (self._state.blocks, [])
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -389,26 +390,31 @@ class TokenWriter:
             hashes[split].update(data)
         more = Totals({split: {encoded.source: f} for split, f in encoded.stats.items()}, encoded.files, encoded.counts)
         self.totals.add(more)
-        self._new.add(more)
+        self._since[1].append((block, more))
         self._state = _State(block + 1, sizes, hashes)
         if time.monotonic() - self._committed >= COMMIT_SECONDS:
             self.commit()
 
     def commit(self) -> None:
-        """Makes all that was appended survive a power cut; the journal's line is written after the data is on the disk."""
+        """Makes all that was appended survive a power cut; the journal's line is written after the data is on the disk.
+
+        An interrupt may come between any two statements, and this be called again. So a line says from which block on it
+        counts: of two from the same block the later one holds.
+        """
         for file in self._files.values():
             os.fsync(file.fileno())
-        state = self._state
-        digests = {split: h.hexdigest() for split, h in state.hashes.items()}
-        counted = {"stats": self._new.stats, "files": self._new.files, "counts": self._new.counts}
-        self._write_line({"blocks": state.blocks, "sizes": state.sizes, "sha256": digests, **counted})
-        self._new = Totals()
-        self._committed = time.monotonic()
-
-    def _write_line(self, value: dict[str, Any]) -> None:
-        self._journal.write(json.dumps(value).encode("utf-8") + b"\n")
-        self._journal.flush()
+        state, (since, counted) = self._state, self._since
+        new = Totals()
+        for block, more in counted:
+            if block < state.blocks:
+                new.add(more)
+        line = {"since": since, "blocks": state.blocks, "sizes": state.sizes}
+        line["sha256"] = {split: h.hexdigest() for split, h in state.hashes.items()}
+        line |= {"stats": new.stats, "files": new.files, "counts": new.counts}
+        self._journal.write(json.dumps(line).encode("utf-8") + b"\n")
         os.fsync(self._journal.fileno())
+        self._since = (state.blocks, [])
+        self._committed = time.monotonic()
 
     @property
     def size(self) -> int:
@@ -480,7 +486,14 @@ class TokenWriter:
             entries = [json.loads(line) for line in lines]
         except (FileNotFoundError, ValueError):
             return []
-        return entries[1:] if entries and entries[0] == {"key": self.key} else []
+        if not entries or entries[0] != {"key": self.key}:
+            return []
+        holding: list[dict[str, Any]] = []
+        for entry in entries[1:]:
+            while holding and holding[-1]["since"] >= entry["since"]:
+                holding.pop()
+            holding.append(entry)
+        return holding
 
     def _take_back_renamed(self) -> None:
         """A run killed between the first rename and meta.json: its files go back to their unfinished names."""

@@ -36,7 +36,7 @@ def make_texts(n: int, seed: int = 0) -> list[str]:
     texts = []
     for i in range(n):
         lines = [" ".join(rng.choices(WORDS, k=rng.randint(3, 30))) for _ in range(rng.randint(1, 6))]
-        texts.append("\n".join(lines) + f" n° {i} … {chr(0x4E00 + i % 999)}")
+        texts.append("\n".join(lines) + f" n° {i} … {chr(0x4E00 + i % 99)}")
     return texts
 
 
