@@ -119,7 +119,10 @@ def require_safe_url(url: str) -> None:
 
 def shown_url(url: str) -> str:
     """The address without user name and password, for messages and manifests."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # no address at all
+        return url
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 

@@ -48,7 +48,8 @@ class HubSet:
         return cls(name, match["repository"], (match["folder"] or "").strip("/"), match["revision"] or "main")
 
 
-# The corpus of the published 163,823,616-parameter run.
+# The mix of the published 163,823,616-parameter run: a sample of FineWeb, English Wikipedia, the Pile's arXiv part.
+# --hub takes other sets, or the same ones from elsewhere.
 SYDSGPT = (
     HubSet("fineweb", "HuggingFaceFW/fineweb", "sample/10BT"),
     HubSet("wikipedia", "wikimedia/wikipedia", "20231101.en"),

@@ -196,9 +196,15 @@ def test_only_https_off_this_machine(server: Server, tmp_path: Path) -> None:
         "file:///etc/passwd",
         "example.com/f",
         "http://127.0.0.1.evil.com/f",
+        "https://[::1/f",
+        "",
+        "https://",
     ]:
         with pytest.raises(UserError, match="refused"):
             download([url], tmp_path / "f")
+    with pytest.raises(UserError) as error:
+        download(["http://user:secret@example.com/f"], tmp_path / "f")
+    assert "secret" not in str(error.value)
     server.script["/away"] = [loopback.status(302, {"Location": "http://example.com/f"})]
     server.script["/round"] = [loopback.status(302, {"Location": "/round"})]
     server.script["/here"] = [loopback.status(302, {"Location": "/f"})]
