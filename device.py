@@ -1,6 +1,7 @@
 """Where the model runs: device, precision, threads, determinism and compilation, decided in one place and said in one line."""
 
 import contextlib
+import logging
 import os
 import platform
 import re
@@ -64,6 +65,7 @@ class Device:
             self.line += ", not compiled"
             return model
         t0 = time.perf_counter()
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # a remark on CUDA that is none of a CPU's
         try:
             compiled = torch.compile(model, mode=_mode(compute), dynamic=False)
             self._try_step(compiled, model, batch)
@@ -287,16 +289,18 @@ def matmul_rate(device: Device, seconds: float = 0.5) -> float:
     """
     size = 2048 if device.device.type == "cpu" else 8192 if _memory_bytes(device.device) > 8e9 else 4096
     a, b = (torch.randn(size, size, device=device.device).to(device.dtype) for _ in range(2))
-    best, start = float("inf"), None
-    while start is None or time.perf_counter() - start < seconds:
+    best, measured, stop = float("inf"), -1, 0.0  # the first product only warms up
+    while measured < 1 or time.perf_counter() < stop:
         device.synchronize()
         t0 = time.perf_counter()
         a @ b
         device.synchronize()
-        if start is not None:  # the first product only warms up
+        if measured >= 0:
             best = min(best, time.perf_counter() - t0)
-        start = start or time.perf_counter()
-    return 2 * size**3 / best if best < float("inf") else 0.0
+        else:
+            stop = time.perf_counter() + seconds
+        measured += 1
+    return 2 * size**3 / best
 
 
 def _memory_bytes(device: torch.device) -> int:

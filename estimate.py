@@ -52,10 +52,10 @@ def activation_bytes(config: ModelConfig, batch_size: int, dtype: torch.dtype, d
     """
     half, tokens = dtype.itemsize, batch_size * config.block_size
     C, hidden = config.n_embd, config.mlp_hidden
-    width_in = hidden * (2 if config.activation == "swiglu" else 1)
-    norms = 2 * C * (4 + (half if half < 4 else 0))  # input of each norm, and its output as the products read it
+    gated = config.activation == "swiglu"  # keeps the gate and what it lets through, each in front of and behind the product
+    norms = 2 * C * (4 + half)  # input of each norm, and its output as the products read it
     attention = 3 * C * half + C * half  # query, key, value; the heads' output
-    mlp = (width_in + hidden) * half  # in front of and behind the non-linearity
+    mlp = hidden * (4 if gated else 2) * half  # in front of and behind the non-linearity
     if config.qk_norm or config.position == "rotary":
         attention += 2 * C * half  # queries and keys before they are normed and turned
     dropout = 2 * C if config.dropout else 0  # one byte a kept number
@@ -174,7 +174,7 @@ def estimate_run(config: Config) -> list[str]:
         return estimate(config, resolve_device(config.compute), max_iters, windows)
 
 
-def estimate(config: Config, device: Device, max_iters: int, windows: int, seconds: float = 15.0) -> list[str]:
+def estimate(config: Config, device: Device, max_iters: int, windows: int, seconds: float = 8.0) -> list[str]:
     """Lines that say what the run takes. Measures real steps on random tokens for about `seconds` after compilation.
 
     `max_iters` are the updates of the whole schedule, `windows` those of one evaluation.
@@ -214,8 +214,8 @@ def describe_work(config: Config, model: GPT, max_iters: int) -> list[str]:
     return [
         f"work: {model.flops_per_token() / 1e6:,.0f} MFLOP a token, {product} = {config.tokens_per_step:,} tokens a step, "
         f"{max_iters:,} steps, {tokens:,} tokens",
-        f"that is {tokens / model.num_params():.2g} tokens per parameter; {TOKENS_PER_PARAMETER} (Chinchilla) would be "
-        f"{optimal:,} tokens, {optimal / tokens:.2g} times as many",
+        f"that is {tokens / model.num_params():,.2f} tokens per parameter; {TOKENS_PER_PARAMETER} (Chinchilla) would be "
+        f"{optimal:,} tokens, {optimal / tokens:,.1f} times as many",
     ]
 
 

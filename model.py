@@ -46,7 +46,7 @@ class KVCache:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) over the last dimension, with a gain or without parameters."""
+    """x / rms(x) over the last dimension, taken in fp32, with a gain or without parameters."""
 
     def __init__(self, size: int, gain: bool) -> None:
         super().__init__()
@@ -54,7 +54,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size)) if gain else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.shape, self.weight, eps=RMS_EPS)
+        y = F.rms_norm(x.float(), self.shape, eps=RMS_EPS)
+        return (y if self.weight is None else y * self.weight).type_as(x)
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
