@@ -387,15 +387,17 @@ def end(trainer: Trainer) -> None:
     """Ends a run, or this part of it. Raises the exception of the signal that stopped it."""
     from distributed import stop_exception
 
-    config, step = trainer.config, trainer.state.step
+    step, resume = trainer.state.step, trainer.config.command("train.py", "--resume")
     trainer.metrics.close()
-    if trainer.saved_step != step and trainer.world.is_main:
-        trainer.say(f"the last checkpoint is that of step {trainer.saved_step:,}, not of step {step:,}")
     if trainer.stop_signal is None:
+        if trainer.saved_step != step:
+            raise UserError(f"step {step:,}, the last, could not be saved; make room, then: {resume}")
         if trainer.world.is_main:
             finish(trainer)
         return
-    trainer.say(f"stopped at step {step:,}; go on with: {config.command('train.py', '--resume')}")
+    if trainer.saved_step != step:
+        trainer.say(f"step {step:,} is not saved; the newest checkpoint is that of step {trainer.saved_step:,}")
+    trainer.say(f"stopped at step {step:,}; go on with: {resume}")
     raise stop_exception(trainer.stop_signal)
 
 

@@ -219,7 +219,6 @@ class _Harmful:
         "head",
         "one byte short",
         "zeroed",
-        "flipped bit",
         "pickle",
         "code",
         "list",

@@ -17,7 +17,7 @@ TINY_RUN = (
     *("--corpus", "tiny", "--n-layer", "2", "--n-embd", "32", "--n-head", "2", "--block-size", "32"),
     *("--batch-size", "4", "--grad-accum-steps", "2", "--max-iters", "30", "--warmup-iters", "5", "--learning-rate", "0.003"),
     *("--eval-interval", "10", "--eval-windows", "12", "--checkpoint-interval", "5", "--log-interval", "1"),
-    *("--compile", "off", "--device", "cpu", "--threads", "1", "--max-new-tokens", "8"),
+    *("--compile", "off", "--device", "cpu", "--threads", "1", "--dtype", "float32", "--max-new-tokens", "8"),
 )
 
 

@@ -1,0 +1,419 @@
+"""The training loop: what an update is, what it survives, and how it ends."""
+
+import json
+import math
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, assert_user_error
+from tiny_corpus import TINY_RUN, make_tiny_corpus
+from training_process import TrainingProcess
+
+import checkpoint as ck
+import device
+import memory
+import train
+from common import UserError
+from config import make_config
+from dataset import TokenData, WindowReader, eval_windows
+from distributed import World
+from metrics import MetricsLog, read_metrics
+from updater import LossScaler, Updater
+
+SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "block_size": 32, "device": "cpu", "dtype": "float32", "compile": "off"}
+
+
+@pytest.fixture(autouse=True)
+def in_tiny_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Trains in a folder of its own, and gives back what a run sets for its whole process."""
+    make_tiny_corpus(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(device, "matmul_rate", lambda _: 1e12)  # takes longer than a tiny run
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def make_updater(**settings: Any) -> Updater:
+    config = make_config("quick", {**SMALL, "threads": 1, **settings})
+    return Updater(config, device.resolve_device(config.compute), World())
+
+
+def latest(name: str) -> dict[str, Any]:
+    return ck.load_checkpoint(Path("checkpoints") / name / "checkpoint_latest.pt")
+
+
+def records(name: str, kind: str) -> list[dict[str, Any]]:
+    return [record for record in read_metrics(Path("checkpoints") / name / "metrics.jsonl") if record["kind"] == kind]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One update
+
+
+def gradients_after(batch_size: int, grad_accum_steps: int, ignored: bool, dropout: float = 0.0) -> dict[str, torch.Tensor]:
+    """Gradients of one update over the same 6 windows, cut in the given way; some targets are ignored unevenly."""
+    updater = make_updater(batch_size=batch_size, grad_accum_steps=grad_accum_steps, dropout=dropout)
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 260, (6, 32), generator=draw)
+    y = torch.randint(0, 260, (6, 32), generator=draw)
+    if ignored:
+        y[0, :30], y[3, :7], y[5] = -100, -100, -100  # the last is a row that a short last micro-batch lacks
+    caught: dict[str, torch.Tensor] = {}
+
+    def fetch(m: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = slice(m * batch_size, (m + 1) * batch_size)
+        return x[rows], y[rows]
+
+    updater.optimizer.step = lambda: caught.update({n: p.grad.clone() for n, p in updater.model.named_parameters()})
+    result = updater.update(0, 1e-3, fetch, int((y != -100).sum()))
+    assert result.applied
+    return {**caught, "loss": torch.tensor(result.loss)}
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["all targets", "uneven targets"])
+def test_micro_batches_equal_one_big_batch(ignored: bool):
+    """A mean of means weighs the tokens of a short micro-batch more; a missing or second division scales everything."""
+    whole = gradients_after(6, 1, ignored)
+    for cut in ((1, 6), (2, 3), (3, 2)):
+        for name, gradient in gradients_after(*cut, ignored).items():
+            torch.testing.assert_close(
+                gradient, whole[name], rtol=1e-5, atol=1e-7, msg=lambda m, n=name, c=cut: f"{n} {c}: {m}"
+            )
+
+
+def test_loss_is_that_of_the_plain_model():
+    """An update that reports, or descends, another loss than cross entropy over its targets."""
+    updater = make_updater(batch_size=2, grad_accum_steps=2)
+    x = torch.randint(0, 260, (4, 32))
+    with torch.no_grad():
+        _, expected = updater.model(x, x)
+    result = updater.update(0, 1e-3, lambda m: (x[2 * m : 2 * m + 2], x[2 * m : 2 * m + 2]), 4 * 32)
+    assert result.loss == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_clipping_limits_the_norm_and_reports_it_unclipped():
+    """Clipping against the norm of scaled gradients, or reporting the norm after clipping, which is always the limit."""
+    for limit, dtype in ((0.5, "float32"), (0.0, "float32"), (0.5, "float16")):
+        updater = make_updater(batch_size=2, grad_accum_steps=1, grad_clip=limit, dtype=dtype)
+        if updater.scaler:
+            updater.scaler.scale = 256.0
+        norms: list[float] = []
+        updater.optimizer.step = lambda u=updater, n=norms: n.append(
+            math.sqrt(sum(p.grad.square().sum().item() for p in u.model.parameters()))
+        )
+        x = torch.full((2, 32), 7)
+        result = updater.update(0, 1e-3, lambda _, x=x: (x, x), 64)
+        assert result.grad_norm > 1
+        assert norms[0] == pytest.approx(limit or result.grad_norm, rel=1e-3)
+
+
+def test_dropout_belongs_to_the_micro_step():
+    """Dropout from one running stream differs after a resume, and between one process and several."""
+    a, b = (gradients_after(2, 3, False, dropout=0.3) for _ in range(2))
+    torch.randn(7)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_validation_loss_does_not_depend_on_the_eval_batch(batch_size: int):
+    """A mean over batches weighs the short last one too much, and makes another number of it for every batch size."""
+    config = make_config("quick", {"corpus": "tiny", **SMALL})
+    reader = WindowReader(TokenData.load(config), "val", 32)
+    updater = make_updater(dropout=0.5)
+    offsets = eval_windows(reader.num_tokens, 32, 0)
+    loss = updater.mean_loss(reader, offsets, batch_size, lambda: False)
+    with torch.no_grad():
+        updater.model.eval()
+        sums = [updater.model(*reader.read(offsets[i : i + 1]), reduction="sum")[1].item() for i in range(len(offsets))]
+    assert loss == pytest.approx(sum(sums) / (reader.num_tokens - 1), rel=1e-5)
+    assert updater.mean_loss(reader, offsets, batch_size, lambda: True) is None
+
+
+def test_loss_scaler():
+    """A scale that never recovers, or whose counters are lost."""
+    scaler = LossScaler()
+    scaler.update(False)
+    assert scaler.scale == 32_768
+    for _ in range(2000):
+        scaler.update(True)
+    assert scaler.scale == 65_536 and scaler.good_updates == 0
+    other = LossScaler()
+    other.load_state_dict(scaler.state_dict())
+    assert vars(other) == vars(scaler) and all(type(v) in (int, float) for v in scaler.state_dict().values())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A run in this process
+
+
+def run(*flags: object) -> None:
+    train.main([*TINY_RUN, *map(str, flags)])
+
+
+def test_fresh_run(capsys: pytest.CaptureFixture):
+    """The files, records and last lines that other stages and people rely on."""
+    run("--run", "a", "--sample-tokens", "3", "--sample-prompt", "the")
+    folder, out = Path("checkpoints/a"), capsys.readouterr().out
+    assert "step 0: validation loss 5.5" in out, "perplexity starts near the vocabulary size"
+    assert out.rstrip().splitlines()[-1].startswith("next: uv run python generate.py")
+    assert "4 x 2 x 32 = 256 tokens a step, 30 steps, 7,680 tokens, 1.29 passes" in out
+    assert [r["step"] for r in records("a", "train")] == list(range(1, 31))
+    assert [r["step"] for r in records("a", "eval")] == [r["step"] for r in records("a", "sample")] == [0, 10, 20, 30]
+    assert records("a", "train")[-1]["tokens"] == 30 * 256
+    for path in folder.glob("checkpoint_*.pt"):
+        assert set(torch.load(path, weights_only=True)) == set(ck.KEYS)
+    state, best = latest("a"), ck.load_checkpoint(folder / "checkpoint_best.pt")
+    progress = state["config"]["progress"]
+    assert state["iter"] == 30 and state["val_loss"] < 5 and progress["tokens_seen"] == 7680
+    lowest = min(records("a", "eval"), key=lambda r: r["val_loss"])
+    assert (
+        (best["iter"], best["val_loss"])
+        == (lowest["step"], lowest["val_loss"])
+        == (progress["best_iter"], progress["best_val_loss"])
+    )
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert settings == state["config"]["settings"] and settings["model"]["vocab_size"] == 260
+
+
+def test_passes_are_counted_to_the_last_token(capsys: pytest.CaptureFixture):
+    """A short last update that is dropped, or padded with tokens that count."""
+    run("--run", "a", "--max-iters", "0", "--max-epochs", "1", "--sampling", "epoch", "--warmup-iters", "2")
+    tokens = TokenData.load(make_config("quick", {"corpus": "tiny"})).num_tokens("train")
+    assert latest("a")["config"]["progress"]["tokens_seen"] == tokens - 1
+    assert latest("a")["iter"] == math.ceil(math.ceil((tokens - 1) / 32) / 8)
+
+
+def spoil_updates(steps: set[int], monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Makes the loss, or only one gradient, of these updates infinite."""
+    original = Updater._backward
+
+    def backward(self: Updater, step: int, *rest: Any) -> torch.Tensor:
+        loss = original(self, step, *rest)
+        if step in steps and where == "gradient":
+            next(self.model.parameters()).grad.view(-1)[0] = math.inf
+        return loss * math.nan if step in steps and where == "loss" else loss
+
+    monkeypatch.setattr(Updater, "_backward", backward)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_updates_that_are_not_finite_are_skipped_and_counted(
+    where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    """One infinite gradient makes every weight NaN, and the next checkpoint too."""
+    spoil_updates({3, 4, 17}, monkeypatch, where)
+    run("--run", "a", "--max-bad-steps", "3")
+    state = latest("a")
+    assert state["iter"] == 30 and state["config"]["progress"]["skipped_updates"] == 3
+    assert ck.is_finite(state["model"]) and math.isfinite(state["train_loss"])
+    assert "skipped an update that is not finite: step 4, learning rate" in capsys.readouterr().out
+    loss = records("a", "train")[3]["loss"]
+    assert loss is None if where == "loss" else math.isfinite(loss)
+
+
+def test_too_many_bad_updates_in_a_row_stop_the_run(monkeypatch: pytest.MonkeyPatch):
+    """Skipping for ever, or overwriting the last good checkpoint."""
+    spoil_updates(set(range(12, 99)), monkeypatch, "gradient")
+    with pytest.raises(UserError, match=r"3 updates in a row .*step 15, learning rate .*gradient norm inf.*step 10 is intact"):
+        run("--run", "a", "--max-bad-steps", "3", "--checkpoint-interval", "10")
+    assert latest("a")["iter"] == 10 and ck.is_finite(latest("a")["model"])
+
+
+def test_weights_that_are_not_finite_are_never_saved():
+    """A learning rate so high that finite gradients still blow the weights up."""
+    with pytest.raises(UserError, match=r"not finite"):
+        run("--run", "a", "--learning-rate", "1e38", "--grad-clip", "0", "--weight-decay", "0", "--checkpoint-interval", "1")
+    for path in Path("checkpoints/a").glob("checkpoint_*.pt"):
+        assert ck.is_finite(ck.load_checkpoint(path)["model"])
+
+
+def test_a_failed_save_leaves_the_run_alive(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    """A disk that was full for a while ends a week of training; or the best file is not what the progress says."""
+    original, calls = ck.write_checkpoint, []
+
+    def write(checkpoint: dict, *rest: Any) -> None:
+        calls.append(checkpoint["iter"])
+        if checkpoint["iter"] in (10, 15):
+            raise OSError(28, "No space left on device", "checkpoint_latest.pt.tmp")
+        original(checkpoint, *rest)
+
+    monkeypatch.setattr(ck, "write_checkpoint", write)
+    run("--run", "a", "--learning-rate", "1e-9", "--eval-interval", "10", "--dropout", "0")
+    assert "warning: no checkpoint of step 10 (no space left on the disk" in capsys.readouterr().out
+    assert calls == [0, 5, 10, 15, 20, 25, 30]
+    best = ck.load_checkpoint(Path("checkpoints/a/checkpoint_best.pt"))
+    assert best["iter"] == latest("a")["config"]["progress"]["best_iter"] != 10
+
+
+def test_a_last_save_that_fails_is_no_success(monkeypatch: pytest.MonkeyPatch):
+    """Exit code 0 for a run whose result was never written."""
+
+    def write(checkpoint: dict, *rest: Any) -> None:
+        raise OSError(28, "No space left on device", "checkpoint_latest.pt.tmp")
+
+    monkeypatch.setattr(ck, "write_checkpoint", write)
+    with pytest.raises(UserError, match="could not be saved"):
+        run("--run", "a", "--max-iters", "6")
+
+
+def test_checkpoints_by_the_clock(monkeypatch: pytest.MonkeyPatch):
+    """--checkpoint-minutes that is read and ignored."""
+    original, calls = ck.write_checkpoint, []
+    monkeypatch.setattr(ck, "write_checkpoint", lambda c, *rest: (calls.append(c["iter"]), original(c, *rest)))
+    run("--run", "a", "--max-iters", "6", "--checkpoint-interval", "1000", "--checkpoint-minutes", "1e-6")
+    assert calls == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_out_of_memory_is_one_line_with_a_way_out(monkeypatch: pytest.MonkeyPatch):
+    """A traceback, or advice that changes the recipe."""
+    config = make_config("quick", {"batch_size": 6, "grad_accum_steps": 2})
+    cpu = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 17 bytes. Error code 12 (Cannot allocate memory)"
+    gpu = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of"
+    advice = r"out of memory: asked for .*--batch-size 3 --grad-accum-steps 4 keeps 3,072 tokens"
+    for error in (torch.OutOfMemoryError(gpu), RuntimeError(cpu), MemoryError()):
+        with pytest.raises(UserError, match=advice), memory.explained_out_of_memory(config):
+            raise error
+    with pytest.raises(RuntimeError, match="mat1"), memory.explained_out_of_memory(config):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    with pytest.raises(UserError, match=r"asked for 2.50 GiB"), memory.explained_out_of_memory(config):
+        raise torch.OutOfMemoryError(gpu)
+
+
+def test_metrics_are_cut_back_to_a_checkpoint(tmp_path: Path):
+    """Records of steps that a kill undid stay, and appear a second time."""
+    log = MetricsLog(tmp_path / "m.jsonl")
+    for step in range(6):
+        log.append({"kind": "train", "step": step, "loss": math.nan})
+        log.append({"kind": "eval", "step": step, "val_loss": 1.0})
+    log.sync()
+    log.close()
+    with open(log.path, "ab") as file:
+        file.write(b'{"kind": "train", "step')
+    log.cut_back(step=3, last_eval_iter=2)
+    kept = [(r["kind"], r["step"]) for r in read_metrics(log.path)]
+    assert kept == [("train", 0), ("eval", 0), ("train", 1), ("eval", 1), ("train", 2), ("eval", 2), ("train", 3)]
+    assert log.path.read_bytes().endswith(b"}\n") and b"NaN" not in log.path.read_bytes()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Real processes and signals
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_finishes_the_update_and_saves(signum: int, code: int, tmp_path: Path):
+    """Ctrl-C, or a scheduler's SIGTERM, loses hours."""
+    process = TrainingProcess(tmp_path, [*TINY_RUN, "--run", "a", "--max-iters", "100000", "--checkpoint-interval", "100000"])
+    process.wait_until(lambda out: "step 10:" in out)
+    process.signal(signum)
+    assert process.wait() == code
+    step = int(re.search(r"stopped at step ([\d,]+); go on with: (.*)", process.output())[1].replace(",", ""))
+    assert "go on with: uv run python train.py --corpus tiny --run a --resume" in process.output()
+    assert latest("a")["iter"] == step >= 10 and "Traceback" not in process.output()
+
+
+def test_a_second_signal_leaves_at_once(tmp_path: Path):
+    """A process that cannot be stopped while it saves to a dead network disk."""
+    hang = "import checkpoint, time; checkpoint.write_checkpoint = lambda *_: time.sleep(600)"
+    process = TrainingProcess(tmp_path, [*TINY_RUN, "--run", "a"], before=hang)
+    process.wait_until(lambda out: "step 0:" in out)
+    process.signal(signal.SIGINT)
+    process.wait_until(lambda out: "a second signal leaves at once" in out)
+    process.signal(signal.SIGINT)
+    assert process.wait(30) == 130
+
+
+def test_a_signal_while_compiling_ends_at_once(tmp_path: Path):
+    """Compilation takes a minute and knows nothing of signals, or takes the interrupt for a compiler that does not work."""
+    process = TrainingProcess(
+        tmp_path, [*TINY_RUN, "--run", "a", "--compile", "auto"], {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "c")}
+    )
+    process.wait_until(lambda out: (tmp_path / "c").exists())
+    process.signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert "stopped before the first step; go on with: uv run python train.py --corpus tiny --run a" in process.output()
+    assert not ck.has_checkpoints(tmp_path / "checkpoints/a")
+
+
+def test_two_processes_cannot_share_a_run_and_a_dead_ones_lock_is_taken_over(tmp_path: Path):
+    """Two processes that write one folder leave checkpoints of neither."""
+    process = TrainingProcess(tmp_path, [*TINY_RUN, "--run", "a", "--max-iters", "100000"])
+    process.wait_until(lambda out: "step 10:" in out)
+    with pytest.raises(UserError, match=r"run a is being written by process \d+"):
+        run("--run", "a", "--resume", "--max-iters", "100000")
+    process.signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    run("--run", "a", "--resume", "--max-iters", "20", "--override", "max_iters")
+
+
+def test_mistakes_end_in_one_line(stage: Callable):
+    """A traceback for a missing corpus."""
+    assert_user_error(stage("train.py", "--corpus", "none"), "none", "prepare_data.py --corpus none")
+    help_text = stage("train.py", "--help").stdout
+    assert "Stage 5 of 9" in help_text
+    script = "import sys, train; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT).returncode == 0, "--help must not wait for torch"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Several processes
+
+
+def start_ranks(folder: Path, count: int, *flags: object) -> list[TrainingProcess]:
+    """The processes that torchrun would start, joined through gloo."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= {"TORCHELASTIC_RUN_ID": "test"}
+    arguments = [*TINY_RUN, "--batch-size", "2", "--grad-accum-steps", "4", *flags]
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(count)]
+    return [TrainingProcess(folder, arguments, env, log=f"rank{env['RANK']}.txt") for env in ranks]
+
+
+def test_one_two_and_three_processes_make_the_same_run(tmp_path: Path):
+    """Gradients averaged where a sum is due, synchronised too late or too often, ranks that skip or repeat windows."""
+    flags = ("--dropout", "0.1", "--grad-clip", "0.5", "--max-iters", "6", "--eval-interval", "3", "--warmup-iters", "2")
+    run("--batch-size", "2", "--grad-accum-steps", "4", "--run", "n1", *flags)
+    for count in (2, 3):
+        for process in start_ranks(tmp_path, count, "--run", f"n{count}", *flags):
+            assert process.wait() == 0, process.output()
+        for name, weights in latest("n1")["model"].items():
+            torch.testing.assert_close(latest(f"n{count}")["model"][name], weights, rtol=1e-5, atol=1e-6)
+        for one, other in zip(records("n1", "eval"), records(f"n{count}", "eval"), strict=True):
+            assert other["val_loss"] == pytest.approx(one["val_loss"], rel=1e-5)
+        assert [r["step"] for r in records(f"n{count}", "train")] == list(range(1, 7))
+
+
+def test_ranks_stop_together_and_another_number_goes_on(tmp_path: Path):
+    """One rank leaves, the others wait in a collective for half an hour; or a resume needs as many processes again."""
+    flags = ("--run", "a", "--position", "rotary", "--eval-windows", "3", "--sampling", "epoch")
+    endless = ("--warmup-iters", "0", "--checkpoint-interval", "100000", "--eval-interval", "100000")
+    pair = start_ranks(tmp_path, 2, *flags, "--max-iters", "100000", *endless)
+    pair[0].wait_until(lambda out: "step 0:" in out)
+    pair[1].signal(signal.SIGTERM)  # only one of them is told
+    assert [process.wait() for process in pair] == [143, 143]
+    stopped = latest("a")["iter"]
+    assert "stopped at step" in pair[0].output() and "stopped at step" not in pair[1].output()
+    more = ("--max-iters", str(stopped + 3), "--override", "max_iters", "--resume")
+    for process in start_ranks(tmp_path, 3, *flags, *endless, *more):
+        assert process.wait() == 0, process.output()
+    assert latest("a")["iter"] == stopped + 3
+
+
+def test_more_processes_than_micro_batches_are_refused_with_the_arithmetic(tmp_path: Path):
+    """A rank without work hangs the others, or the batch grows with the number of GPUs in silence."""
+    ranks = start_ranks(tmp_path, 2, "--run", "a", "--batch-size", "8", "--grad-accum-steps", "1")
+    assert [process.wait() for process in ranks] == [2, 2]
+    assert "2 processes cannot share 1 micro-batches" in ranks[0].output()
+    assert "--batch-size 4 --grad-accum-steps 2 keeps 256 tokens a step" in ranks[0].output()
