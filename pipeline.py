@@ -26,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("source of the text (stage 1)")
     group.add_argument("--input", nargs="+", metavar="PATH", help="your own files or folders, as a corpus of its own")
     group.add_argument("--url", nargs="+", metavar="URL", help="files of the same kinds, or a zip of them, to download")
+    group.add_argument("--hub", nargs="+", metavar="SET", help="parquet data sets of a hub, as in download_data.py")
+    group.add_argument("--sha256", nargs="+", metavar="HEX", help="the checksum of each --url")
     group.add_argument("--archive", metavar="FILE", help="the corpus's own archive, already on this machine")
     group.add_argument("--mirror", metavar="URL", help="one more address to try first")
     parser.add_argument("--skip-checks", action="store_true", help="leave out stage 4, the checks of this installation")
@@ -48,12 +50,10 @@ def stage_arguments(config: Config, settings: dict[str, Any], uses: Sequence[str
 
 def source_arguments(args: argparse.Namespace) -> list[str]:
     arguments = []
-    for name in ("input", "url"):
-        if getattr(args, name):
-            arguments += [flag_of(name), *getattr(args, name)]
-    for name in ("archive", "mirror"):
-        if getattr(args, name):
-            arguments += [flag_of(name), getattr(args, name)]
+    for name in ("input", "url", "hub", "sha256", "archive", "mirror"):
+        value = getattr(args, name)
+        if value:
+            arguments += [flag_of(name), *([value] if isinstance(value, str) else value)]
     return arguments
 
 
@@ -135,7 +135,7 @@ def next_commands(config: Config) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     config, args = parse_config(argv, doc=__doc__, uses=list(SECTIONS), default_preset="quick", add_arguments=add_arguments)
     settings = dict(args.given)
-    if (args.input or args.url) and "corpus" not in settings:
+    if (args.input or args.url or args.hub) and "corpus" not in settings:
         settings["corpus"] = CUSTOM_CORPUS
         config = make_config(config.preset, settings)
     t0 = time.monotonic()
