@@ -74,15 +74,16 @@ def windows(texts: Iterable[bytes]) -> Iterator[np.ndarray]:
 
 
 def _cut(texts: list[bytes]) -> Iterator[np.ndarray]:
-    data = np.frombuffer(bytes([END]).join([*texts, b""]), np.uint8)
-    low = 0
-    while low < len(data):
+    joined = texts[0] if len(texts) == 1 else bytes([END]).join(texts)
+    data, low = np.frombuffer(joined, np.uint8), 0
+    while low <= len(data):
         high = _safe_cut(data, low + WINDOW)
-        window = np.full(high - low + MARGIN, END, np.uint8)
+        last = int(high == len(data))  # then END closes the text, if need be in a window of its own
+        window = np.full(high - low + last + MARGIN, END, np.uint8)
         seen = data[low : high + 1]  # one byte more: whether a space or END follows decides what the last word is
         window[: len(seen)] = seen
         yield window
-        low = high
+        low = high + last
 
 
 def _safe_cut(data: np.ndarray, at: int) -> int:
@@ -113,7 +114,7 @@ def word_spans(window: np.ndarray) -> Spans:
     inside = len(window) - MARGIN + 1
     text = window[:inside]
     _blank_wide_whitespace(text)
-    blank = _WORD_BLANK[text]
+    blank = _is_word_whitespace(text)
     starts = np.flatnonzero(blank[:-1] > blank[1:]) + 1
     if not blank[0]:
         starts = np.concatenate(([0], starts))
@@ -122,19 +123,15 @@ def word_spans(window: np.ndarray) -> Spans:
     return starts, ends - starts
 
 
-def _lut(values: Iterable[int]) -> np.ndarray:
-    table = np.zeros(256, np.bool_)
-    table[list(values)] = True
-    return table
-
-
-_WORD_BLANK = _lut([END, *(ord(c) for c in WORD_WHITESPACE if c < "\x80")])
-_WIDE_LEAD = _lut({c.encode()[0] for c in WIDE_WHITESPACE})
+def _is_word_whitespace(text: np.ndarray) -> np.ndarray:
+    """Whether a byte is END or whitespace to str.split(): 9 to 13, 28 to 32 (small numbers wrap around to large ones)."""
+    return (text - np.uint8(9) < 5) | (text - np.uint8(28) < 5) | (text == END)
 
 
 def _blank_wide_whitespace(text: np.ndarray) -> None:
     """Overwrites whitespace outside ASCII with spaces; two spaces for one character do no harm."""
-    at = np.flatnonzero(_WIDE_LEAD[text])
+    at = np.flatnonzero(_is_wide_lead(text))
+    at = at[np.isin(text[at], _WIDE_WHITESPACE_LEADS)]
     if len(at) == 0:
         return
     at, point, size = _decode_wide(text, at)
@@ -142,6 +139,14 @@ def _blank_wide_whitespace(text: np.ndarray) -> None:
         found = at[(size == width) & np.isin(point, [ord(c) for c in WIDE_WHITESPACE])]
         for i in range(width):
             text[found + i] = 0x20
+
+
+_WIDE_WHITESPACE_LEADS = np.array(sorted({c.encode()[0] for c in WIDE_WHITESPACE}), np.uint8)
+
+
+def _is_wide_lead(text: np.ndarray) -> np.ndarray:
+    """Whether a byte is the first of a character outside ASCII."""
+    return text - np.uint8(0xC2) < END - 0xC2
 
 
 def _decode_wide(text: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -206,7 +211,7 @@ def byte_spans(window: np.ndarray) -> Spans:
 
 def _classify_wide(text: np.ndarray, kind: np.ndarray) -> bool:
     """Sets the class of characters outside ASCII, on each of their bytes; whether whitespace is among them."""
-    at = np.flatnonzero((text >= 0xC2) & (text != END))
+    at = np.flatnonzero(_is_wide_lead(text))
     if len(at) == 0:
         return False
     at, point, size = _decode_wide(text, at)
@@ -253,7 +258,17 @@ _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
 def lanes_of(window: np.ndarray, starts: np.ndarray, lengths: np.ndarray, count: int) -> tuple[np.ndarray, ...]:
     """`count` arrays of 8 bytes of each piece, padded with END: equal pieces are equal numbers."""
     view = np.ndarray((len(window) - 7,), "<u8", window, strides=(1,))  # every 8 consecutive bytes
-    return tuple(view[starts + 8 * i] | _PADDING[np.minimum(lengths - 8 * i, 8)] for i in range(count))
+    full = [view[starts + 8 * i] if i else view[starts] for i in range(count - 1)]  # more lanes mean that these are full
+    last = view[starts + 8 * (count - 1)] if count > 1 else view[starts]
+    return *full, last | _PADDING[lengths - 8 * (count - 1)]
+
+
+def by_lanes(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which pieces are one number, which are two, and which are longer: indices."""
+    short = lengths <= 8
+    more = np.flatnonzero(~short)
+    long = lengths[more] > 16
+    return np.flatnonzero(short), more[~long], more[long]
 
 
 def mixed(lanes: Sequence[np.ndarray]) -> np.ndarray:
@@ -321,9 +336,9 @@ class Counts:
     def _count(self, window: np.ndarray) -> tuple[Any, Any, list[Piece]]:
         starts, lengths = self._spans(window)
         found = []
-        for lanes, chosen in ((1, lengths <= 8), (2, (lengths > 8) & (lengths <= 16))):
+        *sizes, long = by_lanes(lengths)
+        for lanes, chosen in enumerate(sizes, 1):
             found.append(distinct(lanes_of(window, starts[chosen], lengths[chosen], lanes)))
-        long = np.flatnonzero(lengths > 16)
         return *found, long_pieces(window, starts[long], lengths[long])
 
     def _add(self, lanes: int, rows: tuple[tuple[np.ndarray, ...], np.ndarray]) -> None:
@@ -388,10 +403,11 @@ def cells_of(
         points = pieces
         alphabet = np.arange(256)
         pieces_of_alphabet = [bytes([b]) for b in range(256)]
-    ids = np.zeros(END_POINT + 1, np.uint32)
+    ids = np.zeros(END_POINT + 1, np.uint16 if first_id + len(alphabet) < 1 << 15 else np.uint32)
     ids[alphabet] = np.arange(first_id, first_id + len(alphabet))
     ends = np.flatnonzero(points == (END_POINT if characters else END))
     ids[END_POINT if characters else END] = 0
+    counts = counts.astype(np.int32) if counts.max() < 1 << 31 else counts
     return pieces_of_alphabet, ids[points], np.repeat(counts, np.diff(ends, prepend=-1))
 
 
@@ -400,13 +416,10 @@ END_POINT = 0x110000  # what END becomes among code points
 
 def code_points(text: np.ndarray) -> np.ndarray:
     """One int32 for each character of whole UTF-8 text, END_POINT for END."""
-    at = np.flatnonzero((text & 0xC0) != 0x80)
-    lead = text[at]
+    lead = text[(text & 0xC0) != 0x80]
     points = lead.astype(np.int32)
-    wide = np.flatnonzero(lead >= 0xC2)
-    points[wide[lead[wide] == END]] = END_POINT
-    wide = wide[lead[wide] != END]
-    points[wide] = _decode_wide(text, at[wide])[1]
+    points[lead == END] = END_POINT
+    points[_is_wide_lead(lead)] = _decode_wide(text, np.flatnonzero(_is_wide_lead(text)))[1]
     return points
 
 
@@ -414,15 +427,15 @@ def code_points(text: np.ndarray) -> np.ndarray:
 # Learning merges
 
 BATCH = 64  # merges applied together at most; 16 to 128 make no difference
+CHUNK = 1 << 20  # cells looked at together when all are read
 BATCH_ROWS = 1 << 20  # places they occur at together, unless one merge alone has more: bounds the memory of a batch
-SKETCH_BITS = 20  # of the table that says which pairs are surely not counted
 
 
 class Merge(NamedTuple):
     count: int
     left: int
     right: int
-    key: int
+    number: int
 
 
 class Learner:
@@ -438,21 +451,28 @@ class Learner:
     lowered and the cells are read again. Positions of a pair are kept from when it was counted; they only go stale.
     """
 
-    def __init__(self, cells: np.ndarray, weights: np.ndarray, tokens: list[Piece], vocab_size: int, words: int) -> None:
-        """`cells` (N,) ids with a 0 at the end of each piece, `weights` (N,), `words`: how many pieces, repeats included."""
+    def __init__(
+        self, cells: np.ndarray, weights: np.ndarray, tokens: list[Piece], first_id: int, vocab_size: int, words: int
+    ) -> None:
+        """`cells` (N,) ids with a 0 at the end of each piece, `weights` (N,), `words`: how many pieces, repeats
+        included. Ids below `first_id` do not occur."""
         wide = vocab_size >= 1 << 15
         self.flag = 1 << 31 if wide else 1 << 15
         self.cells = cells.astype(np.uint32 if wide else np.uint16)
-        self.weights = weights.astype(np.int32 if len(weights) == 0 or weights.max() < 1 << 31 else np.int64)
-        self.tokens, self.vocab_size = tokens, vocab_size
+        self.weights = weights
+        self.tokens, self.first_id, self.vocab_size = tokens, first_id, vocab_size
         self.width = np.ones(vocab_size, np.int64)
         self.place_dtype = np.int32 if len(cells) < 1 << 31 else np.int64
         # Anything works; this starts slightly below the count of the last merge on natural text.
-        self.threshold = words // (6 * vocab_size)
-        self.counts: dict[int, int] = {}
-        self.places: dict[int, np.ndarray] = {}
-        self.heap: list[tuple[int, Piece, Piece, int]] = []
-        self.sketch = np.zeros(1 << SKETCH_BITS, np.bool_)
+        self.threshold = words // (9 * vocab_size)
+        self._forget_pairs()
+
+    def _forget_pairs(self) -> None:
+        self.index = PieceTable(1)  # left << 32 | right to the pair's number
+        self.pairs: list[tuple[int, int]] = []
+        self.places: list[np.ndarray | None] = []
+        self.counts = np.zeros(1 << 12, np.int64)  # by number; 0 once below the threshold
+        self.heap: list[tuple[int, Piece, Piece, int]] = []  # (-count, left piece, right piece, number)
 
     def learn(
         self, forbidden: Iterable[Piece], min_frequency: int, progress: Callable[[int, int], None] | None
@@ -480,34 +500,56 @@ class Learner:
 
     def read_cells(self) -> None:
         """Counts all pairs afresh and keeps those at the threshold, with their positions."""
-        self.counts, self.places, self.heap = {}, {}, []
-        self.sketch[:] = False
-        at, left, right = self._neighbours()
-        bits = len(self.tokens).bit_length()
-        order, keys, starts = grouped(left.astype(np.uint64) << np.uint64(bits) | right)
-        at = at[order]
-        sums = np.add.reduceat(self.weights[at], starts, dtype=np.int64) if len(at) else np.zeros(0, np.int64)
-        ends = np.append(starts[1:], len(at))
-        at = at.astype(self.place_dtype)
-        for i in np.flatnonzero(sums >= self.threshold).tolist():
-            key = int(keys[i])
-            self._count(key >> bits, key & (1 << bits) - 1, int(sums[i]), at[starts[i] : ends[i]])
+        self._forget_pairs()
+        places = np.empty(len(self.cells), self.place_dtype)
+        parts = [self._read(places, low) for low in range(0, len(self.cells), CHUNK)]
+        keys, sums, starts, ends = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        order, keys, firsts = grouped(keys)
+        sums = np.add.reduceat(sums[order], firsts) if len(order) else sums
+        chosen = np.flatnonzero(sums >= self.threshold)
+        lists = []
+        for first, last in zip(firsts[chosen].tolist(), np.append(firsts[1:], len(order))[chosen].tolist(), strict=True):
+            lists.append(np.concatenate([places[starts[i] : ends[i]] for i in order[first:last]]))
+        width = np.uint64(len(self.tokens))
+        self._count((keys[chosen] // width).astype(np.int64), (keys[chosen] % width).astype(np.int64), sums[chosen], lists)
 
-    def _neighbours(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Position, left id and right id of all neighbouring tokens."""
-        cells = self.cells
-        at = np.flatnonzero((cells != 0) & (cells < self.flag))
-        left = cells[at]
-        right = cells[at + self.width[left]]
+    def _read(self, places: np.ndarray, low: int) -> tuple[np.ndarray, ...]:
+        """The pairs that start in one chunk of the cells: keys, counts, and from where to where their positions stand.
+
+        The positions are put into `places` from `low` on. Chunks, because arrays of the whole length would be new memory
+        at each step, which costs several times the work done on it.
+        """
+        cells = self.cells[low : low + CHUNK]
+        at = np.flatnonzero((cells != 0) & (cells < self.flag)) + low
+        left = self.cells[at].astype(np.int64)
+        right = self.cells[at + self.width[left]].astype(np.int64)
         pair = right != 0
-        return at[pair], left[pair], right[pair]
+        at, key = at[pair], left[pair] * len(self.tokens) + right[pair]
+        narrow = key - (len(self.tokens) + 1) * self.first_id  # of the first two tokens: 0
+        small = len(narrow) > 0 and int(narrow.max()) < 1 << 16
+        order, _, starts = grouped(narrow.astype(np.uint16 if small else np.uint64))
+        at = at[order]
+        places[low : low + len(at)] = at
+        sums = np.add.reduceat(self.weights[at], starts, dtype=np.int64) if len(at) else np.zeros(0, np.int64)
+        starts_in_all = starts + low
+        return (
+            key[order[starts]].astype(np.uint64),
+            sums,
+            starts_in_all,
+            np.append(starts_in_all[1:], low + len(at))[: len(starts)],
+        )
 
-    def _count(self, left: int, right: int, count: int, places: np.ndarray) -> None:
-        key = left << 32 | right
-        self.counts[key] = count
-        self.places[key] = places
-        self.sketch[_sketch_slot(key)] = True
-        heapq.heappush(self.heap, (-count, self.tokens[left], self.tokens[right], key))
+    def _count(self, left: np.ndarray, right: np.ndarray, counts: np.ndarray, places: list[np.ndarray]) -> None:
+        """Takes up pairs that were never counted before."""
+        first, size = len(self.pairs), len(self.pairs) + len(places)
+        if size > len(self.counts):
+            self.counts = np.concatenate((self.counts, np.zeros(size, np.int64)))
+        self.counts[first:size] = counts
+        self.index.insert((_pair_key(left, right),), np.arange(first, size))
+        self.places += places
+        for number, a, b, count in zip(range(first, size), left.tolist(), right.tolist(), counts.tolist(), strict=True):
+            self.pairs.append((a, b))
+            heapq.heappush(self.heap, (-count, self.tokens[a], self.tokens[b], number))
 
     def next_batch(self, limit: int) -> list[Merge]:
         """The next merges, most frequent first, as far as none shares a token with another's other side.
@@ -518,31 +560,31 @@ class Learner:
         batch: list[Merge] = []
         lefts, rights, rows = set(), set(), 0
         while self.heap and len(batch) < limit and rows < BATCH_ROWS:
-            negative, left_piece, right_piece, key = self.heap[0]
-            count = self.counts.get(key)
-            if count is None:
+            negative, left_piece, right_piece, number = self.heap[0]
+            count = int(self.counts[number])
+            if count == 0:
                 heapq.heappop(self.heap)
                 continue
             if count != -negative:
-                heapq.heapreplace(self.heap, (-count, left_piece, right_piece, key))
+                heapq.heapreplace(self.heap, (-count, left_piece, right_piece, number))
                 continue
-            left, right = key >> 32, key & 0xFFFFFFFF
+            left, right = self.pairs[number]
             if left_piece + right_piece in self.forbidden:
-                self._forget(key)
+                self._drop(number)
                 continue
             if batch and (left in rights or right in lefts or left == right):
                 break
             heapq.heappop(self.heap)
-            batch.append(Merge(count, left, right, key))
+            batch.append(Merge(count, left, right, number))
             lefts.add(left)
             rights.add(right)
-            rows += len(self.places[key])
+            rows += len(self.places[number])
             if left == right:
                 break
         return batch
 
-    def _forget(self, key: int) -> None:
-        del self.counts[key], self.places[key]
+    def _drop(self, number: int) -> None:
+        self.counts[number], self.places[number] = 0, None
 
     # One batch
 
@@ -554,7 +596,7 @@ class Learner:
         groups = Groups.of_sides(owner, before, after, weight)
         size = self._first_rival(batch, groups)
         for merge in batch[size:]:
-            heapq.heappush(self.heap, (-merge.count, self.tokens[merge.left], self.tokens[merge.right], merge.key))
+            heapq.heappush(self.heap, (-merge.count, self.tokens[merge.left], self.tokens[merge.right], merge.number))
         batch, groups, rows = batch[:size], groups.of_owners_below(size), int(np.searchsorted(owner, size))
         owner, at, middle, end, weight = owner[:rows], at[:rows], middle[:rows], end[:rows], weight[:rows]
         new = self._add_tokens(batch)
@@ -564,7 +606,7 @@ class Learner:
 
     def _occurrences(self, batch: list[Merge]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Which merge of the batch, first cell, right token's first cell and the cell behind, of every place to merge."""
-        cells, places = self.cells, [self.places[merge.key] for merge in batch]
+        cells, places = self.cells, [self.places[merge.number] for merge in batch]
         owner = np.repeat(np.arange(len(batch)), [len(p) for p in places])
         at = np.concatenate(places).astype(np.int64)  # 64-bit indices gather faster than 32-bit ones
         left, right = np.array([m.left for m in batch]), np.array([m.right for m in batch])
@@ -600,7 +642,7 @@ class Learner:
             self.spelled.add(piece)
             self.width[len(self.tokens)] = self.width[merge.left] + self.width[merge.right]
             self.tokens.append(piece)
-            self._forget(merge.key)
+            self._drop(merge.number)
         return np.arange(first, first + len(batch))
 
     def _write(self, at: np.ndarray, middle: np.ndarray, end: np.ndarray, new: np.ndarray) -> None:
@@ -638,32 +680,33 @@ class Learner:
         if len(moved):
             np.subtract.at(gained, groups.find(owner[moved], 1, after[moved]), weight[moved])
         left, right = np.array([m.left for m in batch]), np.array([m.right for m in batch])
-        self._lose(groups.pairs(right, left), lost)
+        self._lose(*groups.pairs(right, left), lost)
         self._gain(groups, gained, at, new)
         if len(moved):
             both_new = Groups(owner[moved] << 1 | 1, now_after[moved], moved, weight[moved])
             self._gain(both_new, both_new.sums, at, new)
 
-    def _lose(self, pairs: np.ndarray, lost: np.ndarray) -> None:
-        counted = np.flatnonzero(self.sketch[_sketch_slot(pairs)])
-        counts, threshold = self.counts, self.threshold
-        for key, n in zip(pairs[counted].tolist(), lost[counted].tolist(), strict=True):
-            count = counts.get(key)
-            if count is not None:
-                if count - n >= threshold:
-                    counts[key] = count - n
-                else:
-                    self._forget(key)
+    def _lose(self, left: np.ndarray, right: np.ndarray, lost: np.ndarray) -> None:
+        number = self.index.find((_pair_key(left, right),))
+        counted = np.flatnonzero(number != UNKNOWN)
+        counted = counted[self.counts[number[counted]] > 0]
+        number = number[counted]
+        np.subtract.at(self.counts, number, lost[counted])
+        for i in set(number[self.counts[number] < self.threshold].tolist()):
+            self._drop(i)
 
     def _gain(self, groups: "Groups", gained: np.ndarray, at: np.ndarray, new: np.ndarray) -> None:
         """Counts the groups that reach the threshold. Rows whose neighbour was merged too are stale places at once."""
-        pairs = groups.pairs(new, new)
-        for i in np.flatnonzero(gained >= self.threshold).tolist():
-            left, right = int(pairs[i]) >> 32, int(pairs[i]) & 0xFFFFFFFF
-            places = at[groups.rows_of(i)]
-            if groups.side[i] == 0:
-                places = places - self.width[left]
-            self._count(left, right, int(gained[i]), places.astype(self.place_dtype))
+        chosen = np.flatnonzero(gained >= self.threshold)
+        if len(chosen) == 0:
+            return
+        left, right = groups.pairs(new, new)
+        left, right = left[chosen], right[chosen]
+        rows, sizes = groups.rows_of(chosen)
+        shift = np.where(groups.side[chosen] == 0, self.width[left], 0)  # the left neighbour's first cell
+        places = (at[rows] - np.repeat(shift, sizes)).astype(self.place_dtype)
+        ends = np.cumsum(sizes).tolist()
+        self._count(left, right, gained[chosen], [places[a:b] for a, b in zip([0, *ends], ends, strict=False)])
 
 
 class Groups:
@@ -698,18 +741,20 @@ class Groups:
         keys = (owner << 1 | side).astype(np.uint64) << np.uint64(self.BITS) | neighbour
         return np.searchsorted(self.keys, keys)
 
-    def rows_of(self, i: int) -> np.ndarray:
-        return self.rows[self.starts[i] : self.starts[i + 1] if i + 1 < len(self.starts) else None]
+    def rows_of(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of some groups, one group after the other, and how many each has."""
+        sizes = np.append(self.starts, len(self.rows))[chosen + 1] - self.starts[chosen]
+        behind = np.cumsum(sizes)
+        return self.rows[np.repeat(self.starts[chosen] - behind + sizes, sizes) + np.arange(behind[-1])], sizes
 
-    def pairs(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """left << 32 | right of each group's pair: (neighbour, right[owner]) on side 0, (left[owner], neighbour) on side 1."""
+    def pairs(self, left: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Each group's pair: (neighbour, right[owner]) on side 0, (left[owner], neighbour) on side 1."""
         ahead = self.side == 0
-        return np.where(ahead, self.neighbour, left[self.owner]) << 32 | np.where(ahead, right[self.owner], self.neighbour)
+        return np.where(ahead, self.neighbour, left[self.owner]), np.where(ahead, right[self.owner], self.neighbour)
 
 
-def _sketch_slot(pair: Any) -> Any:
-    """A slot of the sketch for left << 32 | right: an int for an int, an array for an int64 array."""
-    return ((pair >> 32) * 0x9E37 ^ (pair & 0xFFFFFFFF) * 0x79B9) & (1 << SKETCH_BITS) - 1
+def _pair_key(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    return (left << 32 | right).astype(np.uint64)
 
 
 def every_other(at: np.ndarray, width: int) -> tuple[np.ndarray, int]:
@@ -720,12 +765,14 @@ def every_other(at: np.ndarray, width: int) -> tuple[np.ndarray, int]:
 
 
 def grouped(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The order that sorts uint64 `keys`, equal ones as they come; the distinct keys; and where each starts in that order."""
+    """The order that sorts `keys` (uint16 or uint64), equal ones as they come; the distinct keys; where each starts then."""
     n = len(keys)
     if n == 0:
         return np.zeros(0, np.int64), keys, np.zeros(0, np.int64)
     shift = np.uint64(n.bit_length())
-    if int(keys.max()).bit_length() + int(shift) <= 64:  # sorting numbers is several times faster than sorting indices
+    if (
+        keys.dtype == np.uint64 and int(keys.max()).bit_length() + int(shift) <= 64
+    ):  # sorting numbers is several times faster than sorting indices
         packed = keys << shift | np.arange(n, dtype=np.uint64)
         packed.sort()
         order = (packed & ((np.uint64(1) << shift) - np.uint64(1))).astype(np.int64)
@@ -1011,20 +1058,19 @@ class Encoder:
     def _look_up(self, window: np.ndarray) -> _Window:
         starts, lengths = self.spans(window)
         values, new, new_lanes = np.empty(len(starts), np.int64), [], []
-        for table, chosen in zip(self.tables, (lengths <= 8, (lengths > 8) & (lengths <= 16)), strict=True):
-            at = np.flatnonzero(chosen)
+        *sizes, long = by_lanes(lengths)
+        for table, at in zip(self.tables, sizes, strict=True):
             lanes = lanes_of(window, starts[at], lengths[at], table.lanes)
             found = table.find(lanes)
             values[at] = found
             unknown = np.flatnonzero(found == UNKNOWN)
             new.append(at[unknown])
             new_lanes.append(tuple(lane[unknown] for lane in lanes))
-        at = np.flatnonzero(lengths > 16)
-        pieces = long_pieces(window, starts[at], lengths[at])
+        pieces = long_pieces(window, starts[long], lengths[long])
         found = np.array([self.long.get(piece, UNKNOWN) for piece in pieces], np.int64)
-        values[at] = found
+        values[long] = found
         unknown = np.flatnonzero(found == UNKNOWN)
-        new.append(at[unknown])
+        new.append(long[unknown])
         ends = np.flatnonzero(window[:-MARGIN] == END)
         return _Window(values, new, new_lanes, [pieces[i] for i in unknown.tolist()], np.searchsorted(starts, ends))
 
