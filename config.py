@@ -628,8 +628,12 @@ def parse_config(
     args = parser.parse(argv)
     names = [f.name for fields in selected.values() for f in fields]
     args.given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    now = args.given
+    if getattr(args, "resume", False):
+        # The rest goes on top of the checkpoint's settings, and is checked with them; now only its place is needed.
+        now = {name: value for name, value in now.items() if _section_of(name) == "run"}
     try:
-        return make_config(args.preset, args.given), args
+        return make_config(args.preset, now), args
     except ValueError as error:
         parser.error(str(error))
 

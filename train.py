@@ -120,14 +120,14 @@ class Trainer:
         if self.world.is_main:
             self.progress = Progress(self.max_iters, "training", "step", initial=self.state.step)
         with self.progress or contextlib.nullcontext():
-            minutes_over = False
             while True:
                 improved = self.evaluation_is_due() and self.evaluate()
-                if improved or minutes_over or self.save_is_due():
+                minutes_are_over = self.agree()
+                if improved or minutes_are_over or self.save_is_due():
                     self.save(improved)
                 if self.state.step == self.max_iters or self.stop_signal is not None:
                     break
-                minutes_over = self.step()
+                self.step()
         self.progress = None
 
     def evaluation_is_due(self) -> bool:
@@ -140,8 +140,8 @@ class Trainer:
         due = step % self.config.train.checkpoint_interval == 0 or step == self.max_iters or self.stop_signal is not None
         return due and self.saved_step != step
 
-    def step(self) -> bool:
-        """One update. Returns whether `checkpoint_minutes` have passed since the last save."""
+    def step(self) -> None:
+        """One update."""
         from dataset import train_windows
         from optimizers import get_lr
 
@@ -151,21 +151,21 @@ class Trainer:
         micro_batches = offsets.reshape(config.train.grad_accum_steps, config.train.batch_size)
         targets = self.train_reader.count_targets(offsets)
         lr = get_lr(step, config.train, self.max_iters)
-        result = self.updater.update(step, lr, lambda m: self.train_reader.read(micro_batches[m]), targets, self.flags())
-        self.stop_signal = stop_signal_of(result.flags)
+        result = self.updater.update(step, lr, lambda m: self.train_reader.read(micro_batches[m]), targets)
         self.state.step += 1
         self.state.tokens_seen += targets
         self.count_skipped(result, lr)
         self.interval_s += time.monotonic() - t0
         self.interval_tokens += targets
         self.report(result, lr)
-        return result.flags[-1] > 0
 
-    def flags(self) -> list[float]:
-        """What this process has to tell the others at the end of an update: a signal it got, minutes that are over."""
+    def agree(self) -> bool:
+        """All processes take up a signal that one of them got. Returns whether `checkpoint_minutes` are over."""
         minutes = self.config.train.checkpoint_minutes
         over = self.world.is_main and 0 < minutes * 60 < time.monotonic() - self.saved_at
-        return [*(float(self.stop.received == signum) for signum in STOP_SIGNALS), float(over)]
+        *signals, over = self.world.sum([*(self.stop.received == signum for signum in STOP_SIGNALS), over])
+        self.stop_signal = next((signum for signum, count in zip(STOP_SIGNALS, signals, strict=True) if count), None)
+        return over > 0
 
     def count_skipped(self, result: "UpdateResult", lr: float) -> None:
         """Keeps count of updates that were not applied. Raises UserError after `max_bad_steps` of them in a row."""
@@ -211,7 +211,6 @@ class Trainer:
         train, state = self.config.train, self.state
         batch_size = train.eval_batch_size or train.batch_size
         loss = self.updater.mean_loss(self.val_reader, self.eval_offsets, batch_size, lambda: self.stop.received is not None)
-        self.stop_signal = stop_signal_of(self.world.sum(self.flags()))
         if loss is None:
             return False
         state.val_loss = loss
@@ -285,11 +284,6 @@ class Trainer:
                 "environment": self.updater.environment(),
             },
         }
-
-
-def stop_signal_of(flags: Sequence[float]) -> int | None:
-    """The signal that some rank got, from the sums of all ranks' flags."""
-    return next((signum for signum, count in zip(STOP_SIGNALS, flags, strict=False) if count), None)
 
 
 def perplexity(loss: float) -> float:

@@ -6,7 +6,7 @@ how an update is cut into micro-batches or dealt to ranks does not change it.
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,11 @@ Fetch = Callable[[int], tuple[Tensor, Tensor]]  # micro-step -> inputs, targets
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What an update did. `loss` is per target token; `flags` are what the ranks passed in, summed over them."""
+    """What an update did. `loss` is per target token, `grad_norm` that before clipping."""
 
     loss: float
     grad_norm: float
     applied: bool
-    flags: list[float]
 
 
 class LossScaler:
@@ -103,7 +102,7 @@ class Updater:
             loss.backward()
             self._ddp.zero_grad(set_to_none=True)
 
-    def update(self, step: int, lr: float, fetch: Fetch, targets: int, flags: Sequence[float] = ()) -> UpdateResult:
+    def update(self, step: int, lr: float, fetch: Fetch, targets: int) -> UpdateResult:
         """Update number `step` with learning rate `lr`; `targets` counts the target tokens of all its micro-steps.
 
         With a loss or gradient that is not finite nothing is changed, and `applied` is False. Every rank has to call it.
@@ -112,7 +111,7 @@ class Updater:
         norm = self._gradient_norm()
         # The one place where the CPU waits for the device.
         mine, norm = torch.stack([loss_sum, norm.to(loss_sum)]).tolist()
-        total, *flags = self.world.sum([mine, *flags])
+        (total,) = self.world.sum([mine])
         applied = math.isfinite(total) and math.isfinite(norm)
         if applied:
             self._clip(norm)
@@ -121,7 +120,7 @@ class Updater:
         self.optimizer.zero_grad()
         if self.scaler is not None:
             self.scaler.update(applied)
-        return UpdateResult(total / targets, norm, applied, flags)
+        return UpdateResult(total / targets, norm, applied)
 
     def _backward(self, step: int, fetch: Fetch, targets: int) -> Tensor:
         """Adds up the gradients of this rank's micro-steps; returns the sum of their losses."""

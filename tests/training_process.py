@@ -35,8 +35,7 @@ def _main(arguments: list[str], log: str, environment: dict[str, str], before: s
     from common import run_main
 
     device.matmul_rate = lambda _: 1e12  # takes longer than a tiny run
-    if before:
-        exec(before)
+    exec(before, {})
     run_main(train.main)
 
 
