@@ -75,10 +75,12 @@ class TrainingProcess:
     def output(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
-    def wait_until(self, condition: Callable[[str], bool], timeout: float = 120) -> None:
-        """Waits until `condition` holds for the output. Raises TimeoutError where the process ends, or time is up, before."""
+    def wait_until(self, condition: Callable[[str], bool], timeout: float = 120, or_end: bool = False) -> None:
+        """Waits until `condition` holds for the output, or with `or_end` the process ends. Raises TimeoutError otherwise."""
         t0 = time.monotonic()
         while not condition(self.output()):
+            if or_end and self._process.exitcode is not None:
+                return
             if self._process.exitcode is not None or time.monotonic() - t0 > timeout:
                 raise TimeoutError(f"train.py never came to that point:\n{self.output()}")
             time.sleep(0.01)
