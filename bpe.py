@@ -833,27 +833,32 @@ def _merge_long_piece(ids: list[int], ranks: Ranks, results: Sequence[int]) -> l
 
 
 class MergeTable:
-    """The rank of a merge for whole arrays of pairs, with two reads each.
+    """The order of merges for whole arrays of pairs, with two reads each.
 
+    A merge's order is its rank with PLACE_BITS empty bits below, for the place of a pair; NONE (or more) is no merge.
     Row displacement: the merges of one left token are a sparse row, indexed by the right token; the rows are laid over each
     other in one array, at offsets where they do not collide, and each entry names its left token.
     """
 
-    NONE = 0xFFFFFFFF  # the rank of no merge
+    PLACE_BITS = 8
+    NONE = 0xFFFFFF00
+    MOST_MERGES = NONE >> PLACE_BITS
 
     def __init__(self, ranks: Ranks, vocab_size: int) -> None:
+        if len(ranks) > self.MOST_MERGES:
+            raise ValueError(f"{len(ranks):,} merges are too many; at most {self.MOST_MERGES:,} are supported")
         pairs = np.array(list(ranks), np.int64).reshape(-1, 2)
         left, right = pairs[:, 0], pairs[:, 1]
         self.offsets = _row_offsets(left, right, vocab_size)
         self.entries = np.full(int(self.offsets.max()) + vocab_size + 1, (1 << 64) - 1, np.uint64)
-        named = pairs[:, 0].astype(np.uint64) << np.uint64(32)
-        self.entries[self.offsets[left] + right] = named | np.fromiter(ranks.values(), np.uint64, len(ranks))
+        orders = np.fromiter(ranks.values(), np.uint64, len(ranks)) << np.uint64(self.PLACE_BITS)
+        self.entries[self.offsets[left] + right] = left.astype(np.uint64) << np.uint64(32) | orders
 
     def find(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """uint32 ranks, NONE where the pair does not merge."""
+        """uint32 orders of the pairs."""
         entries = self.entries[self.offsets[left] + right]
-        entries ^= left.astype(np.uint64) << np.uint64(32)  # leaves the rank alone, or something greater than any rank
-        return np.minimum(entries, np.uint64(self.NONE)).astype(np.uint32)
+        entries ^= left.astype(np.uint64) << np.uint64(32)  # leaves the order alone, or something greater than any order
+        return np.minimum(entries, np.uint64(self.NONE), out=entries).astype(np.uint32)
 
 
 def _row_offsets(left: np.ndarray, right: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -882,53 +887,55 @@ def _row_offsets(left: np.ndarray, right: np.ndarray, vocab_size: int) -> np.nda
 def merge_columns(tokens: np.ndarray, table: MergeTable, results: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Merges many pieces of one length, one per column of `tokens` (L, W): the merged columns (L, W), and their lengths (W,).
 
-    Every round applies each column's best merge, so all columns still at work have the same length. Beyond a column's
-    own length, an id without merges pads it (and is not counted off its length).
+    L is at most 256. Every round applies each column's best merge, so all columns still at work have the same length. Beyond
+    a column's own length, an id without merges pads it (and is not counted off its length).
     """
     length, width = tokens.shape
-    bits = np.uint32(length.bit_length())  # a pair's place, below its rank: the least number is the merge to apply
-    stop = np.uint32(MergeTable.NONE - (1 << int(bits)))
     merged, lengths, live = tokens.copy(), np.full(width, length), np.arange(width)
-    best = _with_place(table.find(tokens[:-1], tokens[1:]), np.arange(length - 1, dtype=np.uint32)[:, None], bits)
+    ended = np.zeros(width, np.bool_)
+    best = table.find(tokens[:-1], tokens[1:])
+    best += np.arange(length - 1, dtype=np.uint32)[:, None]  # the pair's place: the least number is the merge to apply
     while len(best):
         chosen = best.min(axis=0)
-        going = chosen < stop
-        if not going.all():
-            merged[: len(tokens), live[~going]] = tokens[:, ~going]
-            lengths[live[~going]] = len(tokens)
-            live, chosen = live[going], chosen[going]
-            tokens, best = tokens[:, going], best[:, going]
-            if len(live) == 0:
-                break
-        place = (chosen & ((np.uint32(1) << bits) - np.uint32(1))).astype(np.int64)
-        new = results[chosen >> bits]
-        behind = np.arange(len(tokens) - 1)[:, None] > place  # these rows move up by one
-        tokens = np.where(behind, tokens[1:], tokens[:-1])
-        best = np.where(behind[:-1], best[1:] - np.uint32(1), best[:-1])  # their places too; NONE only comes nearer to stop
-        _update(tokens, best, place, new, table, bits)
-    merged[: len(tokens), live] = tokens
-    lengths[live] = len(tokens)
+        stuck = chosen >= MergeTable.NONE
+        ending = np.flatnonzero(stuck > ended)
+        merged[: len(tokens), live[ending]] = tokens[:, ending]
+        lengths[live[ending]] = len(tokens)
+        ended = stuck
+        count = np.count_nonzero(ended)
+        if 4 * count > len(live):  # moving columns costs as much as a round: columns that have ended idle along for a while
+            if count == len(live):
+                return merged, lengths
+            going = np.flatnonzero(~ended)
+            live, chosen, ended = live[going], chosen[going], ended[going]
+            tokens, best = tokens.take(going, axis=1), best.take(going, axis=1)
+        tokens, best = _round(tokens, best, chosen, ended, table, results)
+    merged[: len(tokens), live[~ended]] = tokens[:, ~ended]
+    lengths[live[~ended]] = len(tokens)
     return merged, lengths
 
 
-def _update(
-    tokens: np.ndarray, best: np.ndarray, place: np.ndarray, new: np.ndarray, table: MergeTable, bits: np.uint32
-) -> None:
-    """Puts `new` in its places and ranks the pairs on its two sides."""
-    width = len(place)
-    flat = place * width + np.arange(width)
+def _round(
+    tokens: np.ndarray, best: np.ndarray, chosen: np.ndarray, ended: np.ndarray, table: MergeTable, results: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Applies the `chosen` merge of each column; what is behind it moves up by one. Ended columns idle."""
+    place = chosen.astype(np.uint8)
+    behind = np.arange(len(tokens) - 1, dtype=np.uint8)[:, None] > place
+    new = results[np.minimum(chosen >> np.uint32(MergeTable.PLACE_BITS), np.uint32(len(results) - 1))]
+    tokens = np.where(behind, tokens[1:], tokens[:-1])
+    best = np.where(behind[:-1], best[1:] - np.uint32(1), best[:-1])  # their places too
+    flat = place.astype(np.int64) * len(place)
+    flat += np.arange(len(place))
     all_tokens, all_best = tokens.reshape(-1), best.reshape(-1)  # views: both arrays are fresh and contiguous
     all_tokens[flat] = new
-    i = np.flatnonzero(place > 0)
-    ranks = table.find(all_tokens[flat[i] - width], new[i])
-    all_best[flat[i] - width] = _with_place(ranks, (place[i] - 1).astype(np.uint32), bits)
-    i = np.flatnonzero(place < len(tokens) - 1)
-    ranks = table.find(new[i], all_tokens[flat[i] + width])
-    all_best[flat[i]] = _with_place(ranks, place[i].astype(np.uint32), bits)
-
-
-def _with_place(ranks: np.ndarray, place: np.ndarray, bits: np.uint32) -> np.ndarray:
-    return np.where(ranks == MergeTable.NONE, ranks, ranks << bits | place)
+    for side, inside in ((-1, place > 0), (0, place < len(tokens) - 1)):  # the pairs that end and that start with `new`
+        i = np.flatnonzero(inside > ended)
+        at = flat[i] + side * len(place)
+        left, right = (all_tokens[at], new[i]) if side else (new[i], all_tokens[at + len(place)])
+        orders = table.find(left, right)
+        orders += place[i] if side == 0 else place[i] - np.uint8(1)
+        all_best[at] = orders
+    return tokens, best
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1022,8 +1029,6 @@ class Encoder:
         characters: bool,
     ) -> None:
         """`symbols` gives the id of a code point (with `characters`) or of a byte; `results` the token a merge makes."""
-        if len(results) >= 1 << 22:
-            raise ValueError(f"{len(results):,} merges are too many; at most {1 << 22:,} are supported")
         self.ranks, self.result_list = ranks, list(results)
         self.table = MergeTable(ranks, vocab_size)
         self.dtype = np.uint16 if vocab_size < 1 << 16 else np.uint32

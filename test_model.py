@@ -73,7 +73,7 @@ def ordered_merges(tokenizer, text: str) -> list[int]:
 def random_corpus(rng: random.Random) -> tuple[list[str], str, int, int]:
     """Texts that are hard for a trainer (runs, ties, the letters of special tokens), a kind, a vocabulary, a least count."""
     alphabet = rng.choice(["a", "ab", "ab ", "abc \n", "aé日🙂 ", "<EOS> BPAD", "abcdefghij     ", "^^^ 's", "a\x00ÿ\x1c\xa0 "])
-    length = rng.choice([1, 10, 50, 300])
+    length = rng.choice([1, 10, 40, 150])
     texts = ["".join(rng.choices(alphabet, k=length)) + "a" for _ in range(rng.randint(1, 4))]
     kind = rng.choice(["word", "byte"])
     return texts, kind, rng.choice([20, 40, 80]) + (256 if kind == "byte" else 0), rng.choice([1, 2, 5])

@@ -372,7 +372,11 @@ def _check_vocab(vocab: Any, merges: Any) -> None:
     if any(type(i) is not int for i in vocab.values()) or sorted(vocab.values()) != list(range(len(vocab))):
         raise ValueError(f"its ids are not 0 to {len(vocab) - 1}, each once")
     for rank, pair in enumerate(merges):
-        if len(pair) != 2 or not all(isinstance(token, str) and token in vocab for token in pair):
+        if (
+            not isinstance(pair, (list, tuple))
+            or len(pair) != 2
+            or not all(isinstance(token, str) and token in vocab for token in pair)
+        ):
             raise ValueError(f"merge {rank} is no pair of tokens")
 
 
