@@ -119,7 +119,7 @@ def word_spans(window: np.ndarray) -> Spans:
     if not blank[0]:
         starts = np.concatenate(([0], starts))
     ends = np.flatnonzero(blank[1:] > blank[:-1]) + 2
-    np.putmask(text, blank & (text != END), 0x20)
+    text[np.flatnonzero(blank & (text != END) & (text != 0x20))] = 0x20  # by index: few, and a masked write is slow
     return starts, ends - starts
 
 
@@ -451,11 +451,8 @@ class Learner:
     lowered and the cells are read again. Positions of a pair are kept from when it was counted; they only go stale.
     """
 
-    def __init__(
-        self, cells: np.ndarray, weights: np.ndarray, tokens: list[Piece], first_id: int, vocab_size: int, words: int
-    ) -> None:
-        """`cells` (N,) ids with a 0 at the end of each piece, `weights` (N,), `words`: how many pieces, repeats
-        included. Ids below `first_id` do not occur."""
+    def __init__(self, cells: np.ndarray, weights: np.ndarray, tokens: list[Piece], first_id: int, vocab_size: int) -> None:
+        """`cells` (N,) ids with a 0 at the end of each piece, `weights` (N,). Ids below `first_id` do not occur."""
         wide = vocab_size >= 1 << 15
         self.flag = 1 << 31 if wide else 1 << 15
         self.cells = cells.astype(np.uint32 if wide else np.uint16)
@@ -464,7 +461,9 @@ class Learner:
         self.width = np.ones(vocab_size, np.int64)
         self.place_dtype = np.int32 if len(cells) < 1 << 31 else np.int64
         # Anything works; this starts slightly below the count of the last merge on natural text.
-        self.threshold = words // (9 * vocab_size)
+        ends = np.flatnonzero(self.cells == 0)
+        words = self.weights[ends[np.diff(ends, prepend=-1) > 2]].sum(dtype=np.int64)  # of two symbols and more
+        self.threshold = int(words) // (7 * vocab_size)
         self._forget_pairs()
 
     def _forget_pairs(self) -> None:
@@ -502,7 +501,7 @@ class Learner:
         """Counts all pairs afresh and keeps those at the threshold, with their positions."""
         self._forget_pairs()
         places = np.empty(len(self.cells), self.place_dtype)
-        parts = [self._read(places, low) for low in range(0, len(self.cells), CHUNK)]
+        parts = ordered_map(lambda low: self._read(places, low), range(0, len(self.cells), CHUNK), cpu_count())
         keys, sums, starts, ends = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         order, keys, firsts = grouped(keys)
         sums = np.add.reduceat(sums[order], firsts) if len(order) else sums
