@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from tokenizer import BPETokenizer
 
 USES = ["run", "compute"]
-LETTERS = string.ascii_uppercase  # names of the columns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One model's scores on one split, with what decides whether they compare to another's."""
+    """One model's scores on one split, with what decides whether they compare to another's. `name` is a letter."""
 
     name: str
     tokenizer: "BPETokenizer"
@@ -144,20 +143,20 @@ def table(evaluations: Sequence[Evaluation]) -> str:
     """A row a figure, a column a model, each with its 95 % interval."""
     from scoring import interval
 
-    rows = [["", *LETTERS[: len(evaluations)]]] if len(evaluations) > 1 else []
-    for column, (figure, label) in enumerate(LABELS.items()):
-        row = [label]
+    rows = [["", *(e.name for e in evaluations)]] if len(evaluations) > 1 else []
+    for i, (figure, label) in enumerate(LABELS.items()):
+        cells = []
         for e in evaluations:
-            low, high = interval(e.resampled[:, column])
+            low, high = interval(e.resampled[:, i])
             bounds = f"  [{number(low)}, {number(high)}]" if len(e.text) > 1 else ""
-            row.append(f"{number(e.scores.figures()[figure])}{bounds}")
-        rows.append(row)
+            cells.append(number(e.scores.figures()[figure]) + bounds)
+        rows.append([label, *cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def number(value: float) -> str:
-    return f"{value:.4f}" if value < 100 else f"{value:,.1f}"
+    return f"{value:.4f}" if value < 100 else f"{value:,.1f}" if value < 1e6 else f"{value:.3g}"
 
 
 def describe(e: Evaluation) -> str:
@@ -170,41 +169,33 @@ def describe(e: Evaluation) -> str:
 
 def remarks(evaluations: Sequence[Evaluation], separate: bool) -> list[str]:
     """What a reader must know before comparing these figures with others."""
-    kinds = {e.tokenizer.kind for e in evaluations}
     lines = ["95 % intervals: bootstrap over documents"] if len(evaluations[0].text) > 1 else []
     if separate:
         lines.append("documents are scored separately: their first tokens have no context")
-    if "word" in kinds:
+    if any(e.tokenizer.kind == "word" for e in evaluations):
         lines.append("bytes are those of the whitespace-normalised text, which is what a word tokenizer can express")
     for e in evaluations:
         if e.unknown:
-            lines.append(f"{e.name}: {e.unknown:,} of the tokens are <UNK>, text it need not spell; its figures flatter it")
-    return lines + comparability(evaluations)
-
-
-def comparability(evaluations: Sequence[Evaluation]) -> list[str]:
-    """Warnings where two columns are not about the same thing."""
-    first, lines = evaluations[0], []
-    for letter, e in zip(LETTERS[1:], evaluations[1:], strict=False):
-        if e.tokenizer.sha256 != first.tokenizer.sha256:
-            lines.append(f"warning: A and {letter} have different tokenizers; compare them per word or byte, not per token")
-        if round(e.scores.bytes.sum()) != round(first.scores.bytes.sum()):
-            lines.append(f"warning: A and {letter} score different text ({describe(first)}; {describe(e)})")
-        if (e.block_size, e.stride) != (first.block_size, first.stride):
-            lines.append(f"warning: A and {letter} see different context (windows of {first.block_size} and {e.block_size})")
+            lines.append(f"{e.name}: {e.unknown:,} of the tokens are <UNK>, text that it need not spell, which flatters it")
     return lines
 
 
-def differences(evaluations: Sequence[Evaluation]) -> list[str]:
-    """Bits per byte of each model minus the first one's, over the same resampled documents."""
+def comparisons(first: Evaluation, other: Evaluation) -> list[str]:
+    """How `other` differs from `first` over the same resampled documents, and warnings where that is no like with like."""
     from scoring import interval
 
-    first, lines = evaluations[0], []
-    for letter, e in zip(LETTERS[1:], evaluations[1:], strict=False):
-        if len(e.text) == len(first.text) > 1:
-            low, high = interval(e.resampled[:, 3] - first.resampled[:, 3])
-            gap = e.scores.figures()["bits_per_byte"] - first.scores.figures()["bits_per_byte"]
-            lines.append(f"{letter} - A: {gap:+.4f} bits per byte, 95 % interval [{low:+.4f}, {high:+.4f}]")
+    lines, pair = [], f"{first.name} and {other.name}"
+    if len(first.text) == len(other.text) > 1:
+        low, high = interval(other.resampled[:, 3] - first.resampled[:, 3])
+        gap = other.scores.figures()["bits_per_byte"] - first.scores.figures()["bits_per_byte"]
+        lines.append(f"{other.name} - {first.name}: {gap:+.4f} bits per byte, 95 % interval [{low:+.4f}, {high:+.4f}]")
+    if other.tokenizer.sha256 != first.tokenizer.sha256:
+        lines.append(f"warning: {pair} have different tokenizers; compare them per word or byte, not per token")
+    sizes = [round(e.scores.bytes.sum()) for e in (first, other)]
+    if sizes[0] != sizes[1]:
+        lines.append(f"warning: {pair} score different text ({sizes[0]:,} and {sizes[1]:,} bytes); compare them per word")
+    if (other.block_size, other.stride) != (first.block_size, first.stride):
+        lines.append(f"warning: {pair} see different context (windows of {first.block_size} and {other.block_size} tokens)")
     return lines
 
 
@@ -216,10 +207,10 @@ def extremes(e: Evaluation, count: int) -> str:
     order = np.argsort(bits, kind="stable")
     count = min(count, len(order))
     lines = [f"{e.name}: documents by bits per byte"]
-    for title, chosen in (("best", order[:count]), ("worst", order[::-1][:count])):
+    for heading, chosen in (("best", order[:count]), ("worst", order[::-1][:count])):
         for d in chosen:
             begin = " ".join(e.tokenizer.decode(e.text.document(d)[:60].tolist()).split())[:60]
-            lines.append(f"  {title:5}  {bits[d]:8.4f}  {e.scores.tokens[d]:9,.0f} tokens  {begin}")
+            lines.append(f"  {heading:5}  {bits[d]:8.4f}  {e.scores.tokens[d]:9,.0f} tokens  {begin}")
     return "\n".join(lines)
 
 
@@ -237,18 +228,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     from inference import open_model, title
 
     evaluations, where = [], None
-    for explicit in args.checkpoint:
+    for letter, explicit in zip(string.ascii_uppercase, args.checkpoint, strict=False):
         loaded, path = open_model(config, explicit)
         where = where or data_config(config, args.given, loaded)
         text = open_text(where, args.split, loaded.tokenizer, args.detokenize)
-        evaluations.append(evaluate(args, config, title(loaded, path), loaded, text))
-    for letter, e in zip(LETTERS, evaluations, strict=False):
-        print(f"{f'{letter}  ' if len(evaluations) > 1 else ''}{e.name}: {describe(e)}")
+        evaluations.append(evaluate(args, config, letter, loaded, text))
+        print(f"{letter}  {title(loaded, path)}: {describe(evaluations[-1])}")
     print(f"\n{table(evaluations)}\n")
-    for line in remarks(evaluations, args.separate_documents) + differences(evaluations):
-        print(line)
-    for e in evaluations if args.by_document else []:
-        print(f"\n{extremes(e, args.by_document)}")
+    lines = remarks(evaluations, args.separate_documents)
+    lines += [line for other in evaluations[1:] for line in comparisons(evaluations[0], other)]
+    lines += [extremes(e, args.by_document) for e in evaluations if args.by_document]
+    print("\n".join(lines))
     save(args, evaluations[0], path)
     return 0
 
