@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 KEYS = ("iter", "model", "optimizer", "train_loss", "val_loss", "config")
 CONFIG_KEYS = ("settings", "tokenizer", "data_fingerprint", "progress", "environment")
+STAGED = "checkpoint_latest.new"  # a whole checkpoint that has not got its place yet
 WRAPPER_PREFIXES = ("_orig_mod.", "module.")
 
 
@@ -53,18 +54,21 @@ def write_checkpoint(checkpoint: dict[str, Any], run_dir: Path, keep: int, best:
     claims so, older names are linked before their successors replace them, `latest` is replaced last.
     Raises UserError when the disk has not enough room, OSError when writing fails; the old files are whole in both cases.
     """
-    latest = checkpoint_path(run_dir, "latest")
     require_free_space(run_dir, int(1.02 * tensor_bytes(checkpoint)) + 1_000_000, "a checkpoint")
-    with atomic_write(latest) as file:
+    staged = run_dir / STAGED
+    with atomic_write(staged) as file:
         writer = _PatientWriter(file)
         torch.save(checkpoint, writer)
         writer.raise_error()
-        file.flush()
-        os.fsync(file.fileno())
+    try:
         if best:
-            _link_over(temporary_of(latest), checkpoint_path(run_dir, "best"))
+            _link_over(staged, checkpoint_path(run_dir, "best"))
         _rotate(run_dir, keep)
         fsync_dir(run_dir)
+        os.replace(staged, checkpoint_path(run_dir, "latest"))
+    finally:
+        staged.unlink(missing_ok=True)
+    fsync_dir(run_dir)
 
 
 class _PatientWriter:
@@ -131,7 +135,7 @@ def previous_checkpoints(run_dir: Path) -> list[Path]:
 
 def remove_temporaries(run_dir: Path) -> list[str]:
     """Removes what a killed save left behind; returns the names. Only for the process that holds the run's lock."""
-    stale = sorted(run_dir.glob("*.tmp"))
+    stale = sorted([*run_dir.glob("*.tmp"), *run_dir.glob(STAGED)])
     for path in stale:
         path.unlink()
     return [path.name for path in stale]

@@ -4,11 +4,13 @@ A killed process can leave a torn last line, and lines newer than its last check
 record is ever missing or there twice.
 """
 
+import contextlib
+import errno
 import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from common import atomic_write
 
@@ -18,21 +20,37 @@ class MetricsLog:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self._file = None
+        self._file: IO[bytes] | None = None
+        self._pending = b""
 
     def append(self, record: dict[str, Any]) -> None:
-        """Writes one record; numbers that JSON cannot say become null."""
+        """Writes one record; numbers that JSON cannot say become null.
+
+        A disk that is full ends no run: the record is kept, tried again with the next one, and insisted on by `sync`.
+        """
         if self.path is None:
             return
-        if self._file is None:
-            self._file = open(self.path, "a", encoding="utf-8", newline="\n")
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._file.write(json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+        self._pending += (json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
+        with contextlib.suppress(OSError):
+            self._write_pending()
+
+    def _write_pending(self) -> None:
+        if self._file is None:
+            self._file = open(self.path, "ab", buffering=0)
+        size = self._file.seek(0, os.SEEK_END)
+        try:
+            if self._file.write(self._pending) < len(self._pending):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        except OSError:
+            self._file.truncate(size)  # no torn line before the next attempt
+            raise
+        self._pending = b""
 
     def sync(self) -> None:
-        """Makes all records durable; called before a checkpoint that counts on them is written."""
-        if self._file is not None:
+        """Makes all records durable; called before a checkpoint that counts on them is written. Raises OSError."""
+        if self.path is not None:
+            self._write_pending()
             os.fsync(self._file.fileno())
 
     def cut_back(self, step: int, last_eval_iter: int) -> None:

@@ -23,7 +23,7 @@ from optimizers import get_lr, warmup_steps
 from tokenizer import BPETokenizer
 
 DATA, TOKENIZER = "data", "tokenizer"
-MODEL = {f.name for f in dataclasses.fields(ModelConfig)} - {"dropout"}
+MODEL = {f.name for f in dataclasses.fields(ModelConfig)} - {"dropout", "vocab_size"}  # the vocabulary is the tokenizer's
 BENDING = MODEL | {"max_iters", "max_epochs", "sampling", "seed", DATA, TOKENIZER}
 SELECTING = ("run", "checkpoint_dir")  # they say where the run is, which may have been moved
 SETTINGS = {f.name for section in SECTIONS.values() for f in dataclasses.fields(section)}
@@ -109,15 +109,15 @@ def check_schedule(config: Config, data: TokenData, world: World) -> int:
     return steps
 
 
-def tidy_folder(start: Start, overwrite: bool) -> None:
+def tidy_folder(start: Start) -> None:
     """Puts the run's folder in order, for the process that holds its lock."""
     run_dir = start.config.run_dir
     for name in remove_temporaries(run_dir):
         start.notes.append(f"removed {name}, left by a save that was killed")
     if start.path is not None:
         promote(start.path, run_dir)
-    elif overwrite:
-        remove_run(run_dir)
+    else:
+        remove_run(run_dir)  # checkpoints only after --overwrite; records also of a run that was killed before its first save
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -137,13 +137,14 @@ def parse_overrides(text: str) -> set[str]:
 
 def resumed_config(config: Config, stored: Config, given: dict[str, Any], path: Path) -> Config:
     """The stored settings with the flags that were `given` on top. Raises UserError where they do not fit together."""
-    if stored.run_name != config.run_name or stored.run.checkpoint_dir != config.run.checkpoint_dir:
-        moved = dataclasses.replace(stored.run, run=config.run_name, checkpoint_dir=config.run.checkpoint_dir)
-        stored = dataclasses.replace(stored, run=moved)
     try:
-        return stored.with_settings({name: value for name, value in given.items() if name not in SELECTING})
+        merged = stored.with_settings({name: value for name, value in given.items() if name not in SELECTING})
     except ValueError as error:
         raise UserError(f"with the settings stored in {path}: {error}") from None
+    run = dataclasses.replace(merged.run, checkpoint_dir=config.run.checkpoint_dir)
+    if merged.run_name != config.run_name:
+        run = dataclasses.replace(run, run=config.run_name)
+    return dataclasses.replace(merged, run=run)
 
 
 def changed_settings(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:

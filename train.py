@@ -7,7 +7,7 @@ The published 126-million-parameter recipe takes under 3 hours on an 8 GB GPU; a
     uv run python train.py                              start the run
     uv run python train.py --estimate                   what it will take: memory, time, disk
     uv run python train.py --resume                     go on, after an interruption or a crash
-    torchrun --nproc_per_node=2 train.py                the same run, dealt to two processes
+    torchrun --nproc_per_node=2 -- train.py --run two   a run dealt to two processes (`--` keeps torchrun from reading --run)
 """
 
 import argparse
@@ -176,7 +176,8 @@ class Trainer:
         state.skipped_updates += 1
         state.bad_steps_in_a_row += 1
         where = f"step {state.step:,}, learning rate {lr:.3g}, loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}"
-        self.say(f"skipped an update that is not finite: {where}")
+        scaler = self.updater.scaler
+        self.say(f"skipped an update that is not finite: {where}" + (f", loss scale now {scaler.scale:g}" if scaler else ""))
         if state.bad_steps_in_a_row >= self.config.train.max_bad_steps:
             raise UserError(
                 f"{state.bad_steps_in_a_row} updates in a row were not finite ({where}); the checkpoint of step "
@@ -196,12 +197,16 @@ class Trainer:
             self.interval_s, self.interval_tokens = 0.0, 0
 
     def record(self, kind: str, **values: Any) -> None:
-        now = time.monotonic()
-        self.state.elapsed_s, self.clock = self.state.elapsed_s + now - self.clock, now
+        self.read_clock()
         state = self.state
         self.metrics.append(
             {"kind": kind, "step": state.step, "tokens": state.tokens_seen, **values, "elapsed_s": state.elapsed_s}
         )
+
+    def read_clock(self) -> None:
+        """Counts the time since the last reading; time between two processes of a run is not counted."""
+        now = time.monotonic()
+        self.state.elapsed_s, self.clock = self.state.elapsed_s + now - self.clock, now
 
     # ------------------------------------------------------------------------------------------------------------------
     # Evaluation, samples, checkpoints
@@ -269,6 +274,7 @@ class Trainer:
         return None
 
     def checkpoint(self) -> dict[str, Any]:
+        self.read_clock()
         state = self.state
         return {
             "iter": state.step,
@@ -347,7 +353,7 @@ def train_run(config: Config, args: argparse.Namespace, world: "World", stop: "S
         check_schedule(start.config, start.data, world)
         world.any(False)  # all have read the folder before the main process changes it
         if world.is_main:
-            tidy_folder(start, args.overwrite)
+            tidy_folder(start)
         with explained_out_of_memory(start.config):
             trainer = make_trainer(start, world, stop)
             trainer.train()

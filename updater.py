@@ -86,12 +86,12 @@ class Updater:
         self.scaler = LossScaler() if device.needs_scaler else None
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._micro_steps = range(world.rank, train.grad_accum_steps, world.size)
+        self._run = device.compile(model, config.compute, shape)
         self._ddp = None
         if world.size > 1:
             ids = [device.device.index] if device.device.type == "cuda" else None
-            self._ddp = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+            self._run = self._ddp = DistributedDataParallel(self._run, device_ids=ids, gradient_as_bucket_view=True)
             self._settle_buckets(shape)
-        self._run = device.compile(self._ddp or model, config.compute, shape)
 
     def _settle_buckets(self, shape: tuple[int, int]) -> None:
         """DDP regroups gradients after its first backward pass; here, so that a resumed run sums in the same order."""

@@ -61,7 +61,7 @@ def test_rotation(keep: int, expected: dict, links: bool, tmp_path: Path, monkey
     for step in range(1, 6):
         ck.write_checkpoint(make(step), tmp_path, keep, best=step == 2)
     assert steps_of(tmp_path) == expected
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not [*tmp_path.glob("*.tmp"), *tmp_path.glob("*.new")]
 
 
 def test_lowering_keep_removes_the_older_ones_only(tmp_path: Path):
@@ -92,13 +92,14 @@ def test_order_of_system_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     os.close(folder)
     assert calls == [
         "fsync file",  # the new content is on the disk before any name moves
-        "link checkpoint_latest.pt.tmp checkpoint_best.pt.tmp",
+        "replace checkpoint_latest.new.tmp checkpoint_latest.new",
+        "fsync folder",
+        "link checkpoint_latest.new checkpoint_best.pt.tmp",
         "replace checkpoint_best.pt.tmp checkpoint_best.pt",
         "link checkpoint_latest.pt checkpoint_prev1.pt.tmp",
         "replace checkpoint_prev1.pt.tmp checkpoint_prev1.pt",
         "fsync folder",  # best and prev1 have their names before latest moves on
-        "fsync file",
-        "replace checkpoint_latest.pt.tmp checkpoint_latest.pt",
+        "replace checkpoint_latest.new checkpoint_latest.pt",
         "fsync folder",
     ]
 
@@ -168,7 +169,7 @@ def test_a_write_that_fails_half_way_changes_nothing(limit: int, tmp_path: Path)
     process.start()
     process.join()
     assert process.exitcode == 3
-    assert steps_of(tmp_path) == before and not list(tmp_path.glob("*.tmp"))
+    assert steps_of(tmp_path) == before and len(list(tmp_path.iterdir())) == len(before)
 
 
 def test_free_space_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -306,6 +307,23 @@ def test_metrics_are_cut_back_to_a_checkpoint(tmp_path: Path):
     assert log.path.read_bytes().endswith(b"}\n") and b"NaN" not in log.path.read_bytes()
 
 
+def test_metrics_survive_a_disk_that_is_full_for_a_while(tmp_path: Path):
+    """A run that dies of a log line, a record that is lost, or half of one in the middle of the file."""
+    log = MetricsLog(tmp_path / "m.jsonl")
+    log.append({"kind": "train", "step": 1})
+    size, limit = log.path.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limit[1]))
+    try:
+        log.append({"kind": "train", "step": 2})
+        with pytest.raises(OSError):
+            log.sync()
+        assert log.path.stat().st_size == size
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    log.append({"kind": "train", "step": 3})
+    assert [record["step"] for record in read_metrics(log.path)] == [1, 2, 3]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Real processes and signals
 
@@ -343,6 +361,29 @@ def test_a_signal_while_compiling_ends_at_once(tmp_path: Path):
     assert process.wait(60) == 130
     assert "stopped before the first step; go on with: uv run python train.py --corpus tiny --run a" in process.output()
     assert not ck.has_checkpoints(tmp_path / "checkpoints/a")
+
+
+def test_a_run_killed_before_its_first_save_starts_afresh(tmp_path: Path):
+    """Records of an attempt that left no checkpoint stay, and appear twice."""
+    kill = "import checkpoint, os, signal; checkpoint.write_checkpoint = lambda *_: os.kill(os.getpid(), signal.SIGKILL)"
+    assert TrainingProcess(tmp_path, [*TINY_RUN, "--run", "a"], before=kill).wait() == -signal.SIGKILL
+    assert [record["step"] for record in records("a", "eval")] == [0]
+    run("--run", "a", "--max-iters", "10")
+    assert [record["step"] for record in records("a", "eval")] == [0, 10]
+
+
+def test_a_real_file_size_limit_costs_checkpoints_and_no_steps(tmp_path: Path):
+    """A full disk inside a save ends the run, breaks the old checkpoint, or goes unnoticed at the end."""
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, -1))"
+    run("--run", "a", "--max-iters", "10")
+    more = ("--max-iters", "20", "--override", "max_iters", "--resume")
+    process = TrainingProcess(tmp_path, [*TINY_RUN, "--run", "a", *more], before=full)
+    assert process.wait() == 2
+    out = process.output()
+    assert "warning: no checkpoint of step 15" in out and "error: step 20, the last, could not be saved" in out
+    assert latest("a")["iter"] == 10 and not list(Path("checkpoints/a").glob("*.tmp"))
+    run("--run", "a", *more)
+    assert [record["step"] for record in records("a", "train")] == list(range(1, 21))
 
 
 def test_two_processes_cannot_share_a_run_and_a_dead_ones_lock_is_taken_over(tmp_path: Path):
