@@ -96,12 +96,14 @@ def main() -> None:
     model = GPT(ModelConfig()).eval()
     prompt = torch.randint(4, model.config.vocab_size, (1, PROMPT_TOKENS))
     ways, best = writers(model), {}
-    for _ in range(args.rounds):
+    for round_number in range(args.rounds):
         for name, (write, _) in ways.items():
             write(prompt, 8)
             t0 = time.perf_counter()
             assert len(write(prompt, args.tokens)) == args.tokens
-            best[name] = max(best.get(name, 0.0), args.tokens / (time.perf_counter() - t0))
+            rate = args.tokens / (time.perf_counter() - t0)
+            best[name] = max(best.get(name, 0.0), rate)
+            print(f"round {round_number + 1}: {name}: {rate:.1f} tokens/s", file=sys.stderr, flush=True)
     report(device.line, best, {name: size for name, (_, size) in ways.items()}, weights_per_token(model.config))
 
 
