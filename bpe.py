@@ -319,7 +319,15 @@ def long_pieces(window: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> 
 
 
 class Counts:
-    """How often each piece occurs, gathered window by window; memory is bounded by the number of distinct pieces."""
+    """How often each piece occurs, gathered window by window.
+
+    Memory grows with the distinct pieces, not with the text, and both are bounded: counting gives up beyond `MOST_DISTINCT`
+    pieces, and what is learnt from is the most frequent ones of `MOST_BYTES` together. The rarest are left out by whole
+    classes of equal count, so that the result stays independent of order.
+    """
+
+    MOST_DISTINCT = 1 << 24
+    MOST_BYTES = 1 << 25
 
     def __init__(self, spans: Callable[[np.ndarray], Spans]) -> None:
         self._spans = spans
@@ -354,22 +362,36 @@ class Counts:
         columns = tuple(np.concatenate([rows[0][i] for rows in kept]) for i in range(lanes))
         joined = distinct(columns, np.concatenate([rows[1] for rows in kept]))
         self._rows[lanes], self._pending[lanes] = [joined], 0
+        if len(joined[1]) + len(self._long) > self.MOST_DISTINCT:
+            raise ValueError(f"there are more than {self.MOST_DISTINCT:,} different words; learn from a smaller sample")
 
-    def pieces(self) -> tuple[np.ndarray, np.ndarray]:
-        """All distinct pieces, END behind each, as one uint8 array; and how often each occurs, int64."""
-        counts = []
-        lanes_by_size = []
+    def pieces(self) -> tuple[np.ndarray, np.ndarray, int]:
+        """Distinct pieces, END behind each, as one uint8 array; how often each occurs, int64; how many were left out."""
+        lanes_by_size, counts = [], []
         for lanes in (1, 2):
             if self._rows[lanes]:
                 self._join(lanes)
                 columns, sums = self._rows[lanes][0]
-                if lanes == 1:  # END alone, the piece between texts
-                    real = columns[0] != _PADDING[0]
-                    columns, sums = (columns[0][real],), sums[real]
-                lanes_by_size.append(columns)
-                counts.append(sums)
-        counts.append(np.fromiter(self._long.values(), np.int64, len(self._long)))
-        return flatten(lanes_by_size, self._long), np.concatenate(counts)
+                real = columns[0] != _PADDING[0]  # not END alone, the piece between texts
+                lanes_by_size.append(tuple(column[real] for column in columns))
+                counts.append(sums[real])
+        long, long_counts = list(self._long), np.fromiter(self._long.values(), np.int64, len(self._long))
+        sizes = [np.full(len(sums), 5 * lanes) for lanes, sums in enumerate(counts, 1)]  # roughly, on average
+        sizes.append(np.fromiter(map(len, long), np.int64, len(long)))
+        rarest = self._rarest(np.concatenate([*counts, long_counts]), np.concatenate(sizes))
+        kept = [sums >= rarest for sums in counts]
+        long = [piece for piece, count in zip(long, long_counts.tolist(), strict=True) if count >= rarest]
+        flat = flatten([tuple(x[keep] for x in columns) for columns, keep in zip(lanes_by_size, kept, strict=True)], long)
+        chosen = [sums[keep] for sums, keep in zip(counts, kept, strict=True)] + [long_counts[long_counts >= rarest]]
+        return flat, np.concatenate(chosen), sum(map(len, sizes)) - sum(map(len, chosen))
+
+    def _rarest(self, counts: np.ndarray, sizes: np.ndarray) -> int:
+        """The least count for which all pieces that frequent fit into MOST_BYTES."""
+        if sizes.sum() <= self.MOST_BYTES:
+            return 0
+        order = np.argsort(-counts, kind="stable")
+        first_too_many = int(np.searchsorted(np.cumsum(sizes[order]), self.MOST_BYTES, side="right"))
+        return int(counts[order[first_too_many]]) + 1
 
 
 def flatten(lanes_by_size: Iterable[Sequence[np.ndarray]], long: Iterable[Piece]) -> np.ndarray:

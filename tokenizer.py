@@ -103,6 +103,7 @@ class BPETokenizer:
                 raise ValueError(f"merge {rank} makes {self.tokens[a] + self.tokens[b]!r}, which is not in the vocabulary")
             self._ranks.setdefault((a, b), rank)
             self._results.append(merged)
+        self.left_out = 0  # rare distinct pieces that training did not look at, to bound its memory
         self._encoder: bpe.Encoder | None = None
         self._cache: dict[str, list[int]] = {}
 
@@ -128,7 +129,7 @@ class BPETokenizer:
             raise ValueError(f"kind is {kind!r}, but only word and byte can be trained")
         counts = bpe.Counts(bpe.word_spans if kind == "word" else bpe.byte_spans)
         counts.add_all((to_utf8(text.strip() if kind == "word" else text) for text in texts), bpe.cpu_count())
-        pieces, count = counts.pieces()
+        pieces, count, left_out = counts.pieces()
         del counts
         if len(pieces) == 0:
             raise ValueError("there is no text to learn from: every document is empty or whitespace")
@@ -140,7 +141,9 @@ class BPETokenizer:
             raise ValueError(f"a vocabulary of {vocab_size:,} has no room for the {room} of this text")
         learner = bpe.Learner(cells, weights, tokens, len(special), vocab_size)
         del pieces, cells, weights
-        return cls(kind, tokens, learner.learn(special, min_frequency, progress))
+        tokenizer = cls(kind, tokens, learner.learn(special, min_frequency, progress))
+        tokenizer.left_out = left_out
+        return tokenizer
 
     @classmethod
     def load(cls, path: Path | str) -> "BPETokenizer":

@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import tempfile
 import zipfile
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +24,6 @@ from config import Config, parse_config
 
 if TYPE_CHECKING:
     from corpus import Corpus
-
     from tokenizer import BPETokenizer
 
 USES = ("run.corpus", "run.variant", "run.data_dir", "run.seed", "tokenizer")
@@ -32,6 +32,7 @@ GPT2_FILES = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
+UNPACKED_KINDS = ("wikitext", "text")  # files that are text as they lie on the disk
 SUMMARY_BYTES = 4_000_000  # held-out text that the figures printed at the end are measured on
 
 
@@ -91,7 +92,10 @@ class Sample:
 
     def _highest_hash(self, limit_bytes: int) -> int | None:
         """The highest hash in the sample, None where every document is in it."""
-        hashes, sizes = [], []
+        plain = all(file.kind in UNPACKED_KINDS for file in self.corpus.files)
+        if plain and self.corpus.bytes <= limit_bytes:
+            return None  # no need to read everything twice: text takes no more bytes than its files
+        hashes, sizes = array("Q"), array("Q")
         with Progress(self.total_documents, "choosing the sample", "documents", scale=True) as progress:
             for text in self.corpus.iter_documents("train"):
                 hashes.append(self._hash(text))
@@ -105,19 +109,20 @@ class Sample:
 
 
 def highest_within(hashes: Sequence[int], sizes: Sequence[int], limit: int) -> int | None:
-    """The highest hash up to which the sizes, in order of their hashes, sum to at most `limit`; None where all do."""
-    if sum(sizes) <= limit:
+    """The highest hash up to which the sizes, in order of their hashes, sum to at most `limit`; None where all do.
+
+    It is the lowest hash at least, whatever its size.
+    """
+    import numpy as np
+
+    keys, amounts = np.array(hashes, np.uint64), np.array(sizes, np.int64)
+    if amounts.sum() <= limit:
         return None
-    size_of: Counter[int] = Counter()
-    for key, size in zip(hashes, sizes, strict=True):
-        size_of[key] += size
-    total, highest = 0, min(size_of)
-    for key in sorted(size_of):
-        total += size_of[key]
-        if total > limit:
-            break
-        highest = key
-    return highest
+    order = np.argsort(keys)
+    keys, total = keys[order], np.cumsum(amounts[order])
+    last_of_equals = np.append(keys[1:] != keys[:-1], True)
+    within = np.flatnonzero(last_of_equals & (total <= limit))
+    return int(keys[within[-1]] if len(within) else keys[0])
 
 
 def utf8_length(text: str) -> int:
@@ -229,6 +234,8 @@ def print_summary(config: Config, corpus: "Corpus", tokenizer: "BPETokenizer") -
             f"asked for {settings.vocab_size:,} tokens, reached {tokenizer.vocab_size:,}: no further pair occurs "
             f"{settings.min_frequency} times; later stages use the {tokenizer.vocab_size:,}"
         )
+    if tokenizer.left_out:
+        print(f"to bound memory, {tokenizer.left_out:,} of the rarest different words were left out of the merging")
     texts, split = held_out(corpus)
     if texts:
         print_figures(tokenizer, texts, split)

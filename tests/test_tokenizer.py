@@ -165,7 +165,7 @@ def test_bulk_splitting_equals_the_plain_splitters(small_windows):
         for spans, split in ((bpe.word_spans, split_words), (bpe.byte_spans, split_bytes)):
             counts = bpe.Counts(spans)
             counts.add_all([to_utf8(text.strip() if split is split_words else text) for text in texts], 2)
-            pieces, numbers = counts.pieces()
+            pieces, numbers, _ = counts.pieces()
             found: Counter[bytes] = Counter()
             for piece, number in zip(pieces.tobytes().split(b"\xff"), numbers.tolist(), strict=False):
                 found[piece] += number
