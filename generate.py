@@ -231,6 +231,18 @@ def enable_line_history() -> None:
         return
 
 
+def remarks(prompt_ids: list[int], tokenizer: "BPETokenizer", block_size: int, top_k: int) -> list[str]:
+    """What is done otherwise than a reader of the command might think."""
+    lines, unknown = [], prompt_ids.count(tokenizer.unk_id)
+    if len(prompt_ids) > block_size:
+        lines.append(f"the prompt has {len(prompt_ids):,} tokens; the first {len(prompt_ids) - block_size:,} are not read")
+    if unknown:
+        lines.append(f"{unknown:,} characters of the prompt are not in the vocabulary; the model reads them as <UNK>")
+    if top_k > tokenizer.vocab_size:
+        lines.append(f"--top-k {top_k:,} is above the vocabulary, so all of its {tokenizer.vocab_size:,} tokens stay")
+    return lines
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     config, args = parse_config(argv, doc=__doc__, uses=USES, add_arguments=add_arguments)
     check_arguments(args)
@@ -242,8 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     note(line)
     writer = Writer(decoder, tokenizer, config, args)
     prompt_ids = encode_prompt(tokenizer, prompt, not args.no_trailing_space)
-    if len(prompt_ids) > decoder.block_size:
-        note(f"the prompt has {len(prompt_ids):,} tokens; the first {len(prompt_ids) - decoder.block_size:,} are not read")
+    for line in remarks(prompt_ids, tokenizer, decoder.block_size, config.sample.top_k):
+        note(line)
     t0 = time.perf_counter()
     drawn = interact(writer, args) if args.interactive else write_samples(writer, prompt, prompt_ids, args, config.run.seed)
     seconds = time.perf_counter() - t0

@@ -31,7 +31,11 @@ def open_model(config: Config, explicit: str | None) -> tuple[LoadedModel, Path]
     if explicit is not None and is_hf_folder(Path(explicit)):
         return load_hf_folder(Path(explicit), config.compute), Path(explicit)
     path = find_checkpoint(config, explicit)
-    return load_model(path, config.compute), path
+    loaded = load_model(path, config.compute)
+    if loaded.tokenizer.vocab_size != loaded.config.model.vocab_size:
+        sizes = f"{loaded.tokenizer.vocab_size:,} tokens, its model {loaded.config.model.vocab_size:,}"
+        raise UserError(f"{path} is no whole checkpoint: its tokenizer has {sizes}; use another checkpoint")
+    return loaded, path
 
 
 def title(loaded: LoadedModel, path: Path) -> str:

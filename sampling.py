@@ -69,7 +69,7 @@ def next_token(
 
 
 class Decoder(Protocol):
-    """What `generate_batch` needs of a model."""
+    """What `generate_batch` needs of a model. Ids come and logits may go on any device."""
 
     block_size: int
 
@@ -81,7 +81,7 @@ class Decoder(Protocol):
 
 
 class CachedDecoder:
-    """The context's keys and values are kept, so that a step costs one token's work. One batch size for its lifetime."""
+    """The context's keys and values are kept, so that a step costs one token's work."""
 
     def __init__(self, model: GPT) -> None:
         self.model, self.block_size = model, model.config.block_size
@@ -89,7 +89,7 @@ class CachedDecoder:
 
     @torch.inference_mode()
     def prefill(self, idx: Tensor) -> Tensor:
-        if self._cache is None:
+        if self._cache is None or self._cache.k[0].shape[0] != idx.shape[0]:
             weight = self.model.transformer.wte.weight
             self._cache = KVCache(self.model.config, idx.shape[0], weight.device, weight.dtype)
         self._cache.length = 0
@@ -100,6 +100,7 @@ class CachedDecoder:
         return self._read(ids[:, None])
 
     def _read(self, idx: Tensor) -> Tensor:
+        idx = idx.to(self.model.transformer.wte.weight.device)
         return self.model(idx, cache=self._cache, last_only=True)[0][:, -1]
 
 
@@ -113,7 +114,7 @@ class UncachedDecoder:
     @torch.inference_mode()
     def prefill(self, idx: Tensor) -> Tensor:
         self._context = idx
-        return self.model(idx, last_only=True)[0][:, -1]
+        return self.model(idx.to(self.model.transformer.wte.weight.device), last_only=True)[0][:, -1]
 
     def step(self, ids: Tensor) -> Tensor:
         return self.prefill(torch.cat([self._context, ids[:, None]], dim=1))
@@ -128,21 +129,20 @@ def generate_batch(
     generator: torch.Generator | None = None,
     never: Sequence[int] = (),
 ) -> Iterator[Tensor]:
-    """Continues every row of `idx` (B, T), T >= 1; yields the next ids, (B,) on the CPU, `max_new_tokens` times.
+    """Continues every row of `idx` (B, T), T >= 1, on the CPU; yields the next ids (B,) `max_new_tokens` times.
 
-    Of a context longer than the block its last `block_size` tokens are read. Ids in `never` are not drawn. Drawing happens
-    on the CPU, so a seed means the same on every device. The caller stops early by closing the iterator.
+    Only the last `block_size` tokens are read, and count as seen for the repetition penalty. Ids in `never` are not drawn.
+    Drawing happens on the CPU, so a seed means the same on every device. The caller stops by closing the iterator.
     """
     block_size, length = decoder.block_size, min(idx.shape[1], decoder.block_size)
-    context = idx
-    logits = decoder.prefill(context[:, -length:])
+    context = idx[:, -block_size:]
+    logits = decoder.prefill(context)
     for remaining in reversed(range(max_new_tokens)):
         ids = _draw(logits, context, sample, generator, never)
         yield ids
         if remaining == 0:
             return
-        ids = ids.to(idx.device)
-        context = torch.cat([context, ids[:, None]], dim=1)
+        context = torch.cat([context, ids[:, None]], dim=1)[:, -block_size:]
         if length < block_size:
             length += 1
             logits = decoder.step(ids)
@@ -158,7 +158,7 @@ def _draw(
     if logits.isnan().any():
         raise UserError("the model's output is not a number; damaged weights, or too low a precision (--dtype float32)")
     if sample.repetition_penalty != 1.0:
-        logits = penalise_repeats(logits, context.cpu(), sample.repetition_penalty)
+        logits = penalise_repeats(logits, context, sample.repetition_penalty)
     if never:
         logits = logits.index_fill(1, torch.tensor(never), float("-inf"))
     return next_token(logits, sample.temperature, sample.top_k, sample.top_p, sample.min_p, generator)
@@ -179,10 +179,9 @@ def generate(
 
     Dropout is off meanwhile; the model goes back to the mode it was in.
     """
-    device = next(model.parameters()).device
     decoder = CachedDecoder(model) if use_cache else UncachedDecoder(model)
     generator = torch.Generator().manual_seed(seed)
-    idx = torch.tensor([list(ids)], dtype=torch.long, device=device)
+    idx = torch.tensor([list(ids)], dtype=torch.long)
     stop_ids, was_training = set(stop_ids), model.training
     model.eval()
     try:
