@@ -84,12 +84,14 @@ def last_step(run_dir: Path) -> int:
 
 
 def check_readable(run_dir: Path) -> int:
-    """Step of the latest checkpoint; -1 where there is none yet. Raises where any file is not a whole checkpoint."""
+    """Step that a resume goes on from, -1 where there is none yet. Raises where any file is not a whole checkpoint."""
     from checkpoint import load_checkpoint
 
     steps = {path.name: load_checkpoint(path, verify=True)["iter"] for path in run_dir.glob("checkpoint_*.pt")}
-    assert not steps or "checkpoint_latest.pt" in steps, f"there is an instant without a latest: {steps}"
-    return steps.get("checkpoint_latest.pt", -1)
+    # Inside the very first save, best has its name before latest; a resume takes that one then.
+    first_save = steps == {"checkpoint_best.pt": 0}
+    assert not steps or "checkpoint_latest.pt" in steps or first_save, f"there is an instant without a latest: {steps}"
+    return steps.get("checkpoint_latest.pt", 0 if first_save else -1)
 
 
 def start(folder: Path, name: str, flags: tuple[str, ...], before: str = "") -> TrainingProcess:

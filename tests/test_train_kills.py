@@ -7,7 +7,7 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
 
-import bench_kill_resume  # noqa: E402
+import bench_kill_resume
 
 
 def test_killed_runs_equal_the_unbroken_ones(tmp_path: Path):
