@@ -1,8 +1,9 @@
 """Stage 8 of 9: a checkpoint in the formats other programs read.
 
-`--format hf` writes a folder that the transformers library (AutoModelForCausalLM, AutoTokenizer) loads as a GPT-2, with no code
-of ours: the same logits, ids and greedy text. `--format safetensors` writes the bare weights under our names. Reads the run's
-best checkpoint unless told otherwise. Seconds; the folder takes 4 bytes a parameter.
+`--format hf` writes a folder that transformers (AutoModelForCausalLM, AutoTokenizer) loads with no code of ours: the same
+logits, ids and greedy text. The WikiText and SydsGPT recipes become a GPT-2, rotary ones a Qwen3 or a NanoChat where that is
+exactly equal. `--format safetensors` writes the bare weights under our names. Reads the run's best checkpoint unless told
+otherwise. Seconds; the folder takes 4 bytes a parameter.
 
     uv run python export.py --out my-model
     uv run python export.py --out weights --format safetensors --checkpoint checkpoints/wikitext103/checkpoint_latest.pt
@@ -18,6 +19,8 @@ from common import UserError, atomic_write, run_main, write_json, write_text
 from config import SPECIAL_TOKENS, parse_config
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from checkpoint import LoadedModel
     from tokenizer import BPETokenizer
 
@@ -67,22 +70,34 @@ def generation_settings(tokenizer: "BPETokenizer") -> dict[str, Any]:
     return {**settings, "pad_token_id": tokenizer.pad_id, "suppress_tokens": [tokenizer.pad_id]}
 
 
+def standard_layout(loaded: "LoadedModel") -> tuple[dict[str, Any], dict[str, "Tensor"]]:
+    """config.json and weights of the standard architecture that equals this model. Raises UserError where none does."""
+    from hf_gpt2 import not_gpt2, to_hf_config, to_hf_state
+    from hf_modern import SETTINGS, differences, to_modern_config, to_modern_state
+
+    config, tokenizer, state = loaded.config.model, loaded.tokenizer, loaded.model.state_dict()
+    obstacles = {"gpt2": not_gpt2(config)} | {name: differences(config, name) for name in SETTINGS}
+    if not obstacles["gpt2"]:
+        return to_hf_config(config, tokenizer.bos_id, tokenizer.eos_id), to_hf_state(state, config)
+    for name in SETTINGS:
+        if not obstacles[name]:
+            settings = to_modern_config(config, name, tokenizer.bos_id, tokenizer.eos_id)
+            return settings, to_modern_state(state, config, name)
+    reasons = "; ".join(f"no {name}: {', '.join(found)}" for name, found in obstacles.items())
+    raise UserError(f"no standard architecture equals this model ({reasons}); use --format safetensors for its bare weights")
+
+
 def write_hf(loaded: "LoadedModel", folder: Path) -> list[str]:
     """Writes the folder; config.json last, since without it nothing takes the folder for a model. Returns the file names."""
-    from hf_gpt2 import not_gpt2, to_hf_config, to_hf_state, write_safetensors
+    from hf_gpt2 import write_safetensors
 
-    config, tokenizer = loaded.config.model, loaded.tokenizer
-    if reasons := not_gpt2(config):
-        raise UserError(
-            f"this model is no GPT-2 ({', '.join(reasons)}), so no standard architecture equals it; "
-            "use --format safetensors for its bare weights"
-        )
+    settings, state = standard_layout(loaded)
     with atomic_write(folder / "model.safetensors") as file:
-        write_safetensors(file, to_hf_state(loaded.model.state_dict(), config), {"format": "pt"})
-    write_text(folder / "tokenizer.json", tokenizer.to_json())
-    write_json(folder / "tokenizer_config.json", tokenizer_settings(tokenizer, config.block_size))
-    write_json(folder / "generation_config.json", generation_settings(tokenizer))
-    write_json(folder / "config.json", to_hf_config(config, tokenizer.bos_id, tokenizer.eos_id))
+        write_safetensors(file, state, {"format": "pt"})
+    write_text(folder / "tokenizer.json", loaded.tokenizer.to_json())
+    write_json(folder / "tokenizer_config.json", tokenizer_settings(loaded.tokenizer, loaded.config.model.block_size))
+    write_json(folder / "generation_config.json", generation_settings(loaded.tokenizer))
+    write_json(folder / "config.json", settings)
     return ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"]
 
 

@@ -160,13 +160,38 @@ def test_a_gpt2_folder_of_the_library(tmp_path, stored):
     assert loaded.tokenizer.encode("the fox") == tokenizer.encode("the fox")
 
 
+QWEN3 = {"position": "rotary", "norm": "rmsnorm", "qk_norm": True, "activation": "swiglu"}
+NANOCHAT = {"position": "rotary", "norm": "rmsnorm_plain", "qk_norm": True, "activation": "relu2", "embedding_norm": True}
+
+
+@pytest.mark.parametrize("settings", [QWEN3, NANOCHAT, NANOCHAT | {"logit_softcap": 5.0}, QWEN3 | {"tied_head": False}])
+def test_rotary_models_equal_their_standard_architecture(tmp_path, settings):
+    """Would catch heads rotated the wrong way, gate and value swapped, or a norm or soft cap that the library leaves out."""
+    import export
+
+    tokenizer = tiny_tokenizer("byte")
+    config = tiny_config(tokenizer, **settings)
+    model = random_model(config)
+    path = save_run(tmp_path / "run", tokenizer, config, model)
+    assert export.main(["--checkpoint", str(path), "--out", str(tmp_path / "hf")]) == 0
+    peer, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    idx = torch.randint(0, tokenizer.vocab_size, (2, 32))
+    with torch.no_grad():
+        assert (peer(idx).logits - model(idx)[0]).abs().max() < 1e-4
+    prompt = tokenizer.encode_prompt("the quick")
+    greedy = list(generate(model, prompt, 12, SampleConfig(temperature=0.0), stop_ids=[3], never=[0]))
+    theirs = peer.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
+    assert [i for i in theirs if i != tokenizer.eos_id] == greedy
+
+
 def test_no_gpt2_is_refused_with_the_reason(tmp_path, stage):
     """Would catch a folder that loads in the library and computes something else."""
     tokenizer = tiny_tokenizer("byte")
     config = tiny_config(tokenizer, logit_softcap=15.0, activation="relu2")
     path = save_run(tmp_path / "run", tokenizer, config, random_model(config))
     result = stage("export.py", "--checkpoint", path, "--out", tmp_path / "hf")
-    assert_user_error(result, "logit_softcap=15.0", "activation=relu2", "--format safetensors")
+    assert_user_error(result, "no gpt2: logit_softcap=15.0, activation=relu2", "no qwen3", "--format safetensors")
     assert not (tmp_path / "hf").exists()
 
 
@@ -181,7 +206,7 @@ def test_bare_weights_hold_the_model(tmp_path):
     path = save_run(tmp_path / "run", tokenizer, config, model)
     arguments = ["--checkpoint", str(path), "--out", str(tmp_path / "bare"), "--format", "safetensors"]
     assert export.main(arguments) == 0
-    with pytest.raises(UserError, match="not empty.*--overwrite"):
+    with pytest.raises(UserError, match=r"not empty.*--overwrite"):
         export.main(arguments)
     assert export.main([*arguments, "--overwrite"]) == 0
     state = library.load_file(tmp_path / "bare" / "model.safetensors")
