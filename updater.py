@@ -93,58 +93,12 @@ class Updater:
             self._run = self._ddp = DistributedDataParallel(self._run, device_ids=ids, gradient_as_bucket_view=True)
             self._settle_buckets(shape)
 
-    def update(self, applied: bool) -> None:
-        if not applied:
-            self.scale, self.good_updates = max(1.0, self.scale / 2), 0
-            return
-        self.good_updates += 1
-        if self.good_updates == self.GROW_AFTER:
-            self.scale, self.good_updates = self.scale * 2, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale, "good_updates": self.good_updates}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scale, self.good_updates = state["scale"], state["good_updates"]
-
-
-def seed_device(device: torch.device, seed: int) -> None:
-    """What torch.manual_seed does, for this device alone: that one takes over a millisecond for devices that are not there."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-    elif device.type == "mps":
-        torch.mps.manual_seed(seed)
-
-
-class Updater:
-    """The model with all that changes it: its optimizer, the loss scaler, compilation and the other ranks.
-
-    `model` stays the plain one, for saving and sampling; its parameters are shared with the wrapped one that is run.
-    """
-
-    def __init__(self, config: Config, device: Device, world: World) -> None:
-        train, shape = config.train, (config.train.batch_size, config.model.block_size)
-        self.config, self.device, self.world = config, device, world
-        torch.manual_seed(config.run.seed)
-        self.model = model = GPT(config.model, attention=config.compute.attention).to(device.device)
-        self.optimizer = build_optimizer(model, train, device.device)
-        self.scaler = LossScaler() if device.needs_scaler else None
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._micro_steps = range(world.rank, train.grad_accum_steps, world.size)
-        self._run = device.compile(model, config.compute, shape)
-        self._ddp = None
-        if world.size > 1:
-            ids = [device.device.index] if device.device.type == "cuda" else None
-            self._run = self._ddp = DistributedDataParallel(self._run, device_ids=ids, gradient_as_bucket_view=True)
-            self._settle_buckets(shape)
-
     def _settle_buckets(self, shape: tuple[int, int]) -> None:
         """DDP regroups gradients after its first backward pass; here, so that a resumed run sums in the same order."""
-        x = torch.zeros(shape, dtype=torch.long, device=self.device.device)
+        x, y = (torch.zeros(shape, dtype=torch.long, device=self.device.device) for _ in range(2))
         for _ in range(2):
             with self.device.autocast():
-                _, loss = self._ddp(x, x, reduction="sum")
+                _, loss = self._ddp(x, y, reduction="sum")
             loss.backward()
             self._ddp.zero_grad(set_to_none=True)
 
