@@ -7,6 +7,7 @@ than bf16 throughout, and is rounded to 8 bits a row with int8.
 
 import dataclasses
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from checkpoint import LoadedModel, find_checkpoint, load_checkpoint, load_model, load_weights, stored_config
 from common import UserError
-from config import Config, ModelConfig
+from config import Config, ModelConfig, flag_of
 from hf_gpt2 import from_hf_state, is_hf_folder, load_hf_folder, read_hf_config, read_hf_state, read_hf_tokenizer
 from model import GPT
 from sampling import CachedDecoder, Decoder, UncachedDecoder
@@ -148,10 +149,21 @@ def replace_linears(model: GPT, kind: type[nn.Module]) -> GPT:
 # Weights to start training from
 
 
-def initial_model_config(path: Path, config: Config) -> ModelConfig:
-    """The model settings that `--init-from path` brings: those of the file, with the dropout of `config`."""
+def initial_model_config(path: Path, config: Config, given: Collection[str] = ()) -> ModelConfig:
+    """The model settings that `--init-from path` brings: those of the file, with the dropout of `config`.
+
+    A flag among `given` may shorten the context. Raises UserError where one asks for another model than the file holds.
+    """
     stored = read_hf_config(path) if is_hf_folder(path) else _stored(path, config)[1].model
-    return dataclasses.replace(stored, dropout=config.model.dropout)
+    model = dataclasses.replace(stored, dropout=config.model.dropout)
+    for f in dataclasses.fields(ModelConfig):
+        asked, found = getattr(config.model, f.name), getattr(model, f.name)
+        if f.name not in given or asked == found:
+            continue
+        if f.name != "block_size" or asked > found:
+            raise UserError(f"{path} has {f.name} {found}, not {asked}; leave out {flag_of(f.name)}, or --init-from")
+        model = dataclasses.replace(model, block_size=asked)
+    return model
 
 
 def load_initial_weights(model: GPT, path: Path, config: Config, tokenizer: BPETokenizer) -> str:

@@ -18,6 +18,7 @@ from common import UserError
 from config import SECTIONS, Config, ModelConfig, flag_of
 from dataset import TokenData, count_steps
 from distributed import World
+from inference import initial_model_config
 from memory import same_tokens
 from optimizers import get_lr, warmup_steps
 from tokenizer import BPETokenizer
@@ -45,6 +46,8 @@ def check_start(config: Config, args: argparse.Namespace) -> None:
     """Raises UserError where what is asked does not fit what the run's folder holds."""
     if args.override and not args.resume:
         raise UserError("--override only means something together with --resume")
+    if args.init_from and args.resume:
+        raise UserError("--init-from begins a new run, --resume goes on with one; leave one of them out")
     exists = has_checkpoints(config.run_dir)
     if args.resume and not exists:
         raise UserError(f"there is no checkpoint in {config.run_dir}; start the run with: {config.command('train.py')}")
@@ -53,7 +56,10 @@ def check_start(config: Config, args: argparse.Namespace) -> None:
         raise UserError(f"{config.run_dir} holds a run; go on with: {resume}; or name another with --run, or use --overwrite")
 
 
-def new_run(config: Config) -> Start:
+def new_run(config: Config, init_from: Path | None = None, given: Collection[str] = ()) -> Start:
+    """`init_from` brings the model's shape with its weights; of the flags `given`, none may contradict it."""
+    if init_from is not None:
+        config = dataclasses.replace(config, model=initial_model_config(init_from, config, given))
     data, tokenizer = open_inputs(config)
     model = dataclasses.replace(config.model, vocab_size=data.vocab_size)
     return Start(dataclasses.replace(config, model=model), data, tokenizer)

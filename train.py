@@ -42,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     start.add_argument("--estimate", action="store_true", help="only say what the run takes in memory, time and disk")
     start.add_argument("--overfit-batch", action="store_true", help="only check that the model learns one batch by heart")
     parser.add_argument(
+        "--init-from", type=Path, metavar="PATH", help="begin with the weights of a checkpoint or a Hugging Face GPT-2 folder"
+    )
+    parser.add_argument(
         "--override",
         default="",
         metavar="NAME[,NAME]",
@@ -346,7 +349,7 @@ def train_run(config: Config, args: argparse.Namespace, world: "World", stop: "S
     from start import check_schedule, check_start, new_run, resumed_run, tidy_folder
 
     check_start(config, args)
-    start = None if args.resume else new_run(config)
+    start = None if args.resume else new_run(config, args.init_from, args.given)
     with FolderLock(config.run_dir, f"run {config.run_name}") if world.is_main else contextlib.nullcontext():
         check_start(config, args)  # again: another process may have held the lock
         start = start or resumed_run(config, args)
@@ -355,14 +358,15 @@ def train_run(config: Config, args: argparse.Namespace, world: "World", stop: "S
         if world.is_main:
             tidy_folder(start)
         with explained_out_of_memory(start.config):
-            trainer = make_trainer(start, world, stop)
+            trainer = make_trainer(start, world, stop, args.init_from)
             trainer.train()
         end(trainer)
 
 
-def make_trainer(start: "Start", world: "World", stop: "StopSignals") -> Trainer:
+def make_trainer(start: "Start", world: "World", stop: "StopSignals", init_from: Path | None) -> Trainer:
     """The trainer, at the step where it begins, with everything about it said."""
     from device import resolve_device
+    from inference import load_initial_weights
     from start import describe_environment
 
     try:
@@ -372,6 +376,8 @@ def make_trainer(start: "Start", world: "World", stop: "StopSignals") -> Trainer
         again = start.config.command("train.py", *(["--resume"] if start.checkpoint else []))
         print(f"stopped before the first step; go on with: {again}", flush=True)
         raise
+    if init_from is not None:
+        start.notes.append(load_initial_weights(trainer.updater.model, init_from, start.config, start.tokenizer))
     if start.checkpoint is not None:
         trainer.restore(start.checkpoint, start.path)
         start.notes += describe_environment(start.checkpoint["config"]["environment"], trainer.updater.environment())
