@@ -24,7 +24,7 @@ import numpy as np
 from unicode_ranges import LETTERS, NUMBERS
 
 END = 0xFF
-WINDOW = 4 << 20  # bytes of text worked on at a time: the arrays of a window stay near the caches
+WINDOW = 2 << 20  # bytes of text worked on at a time: the arrays of a window stay near the caches
 MARGIN = 16  # bytes behind a window that 8-byte reads may touch
 
 # Characters outside ASCII that are whitespace, to str.split() and to Unicode alike; inside ASCII the two differ (below).
@@ -89,16 +89,16 @@ def _cut(texts: list[bytes]) -> Iterator[np.ndarray]:
 def _safe_cut(data: np.ndarray, at: int) -> int:
     """The first place from `at` on that no piece crosses and across which nothing decides how pieces are cut.
 
-    That is behind END, or in front of a space that follows a visible ASCII character.
+    That is behind END, or in front of a space between two visible ASCII characters.
     """
     step = 1 << 16
     while at < len(data):
         part = data[at : at + step]
-        visible = (part[:-1] > 0x20) & (part[:-1] < 0x7F)
-        cuts = np.flatnonzero((visible & (part[1:] == 0x20)) | (part[:-1] == END))
+        visible = (part > 0x20) & (part < 0x7F)
+        cuts = np.flatnonzero((visible[:-2] & (part[1:-1] == 0x20) & visible[2:]) | (part[:-2] == END))
         if len(cuts):
             return at + int(cuts[0]) + 1
-        at += max(1, len(part) - 1)
+        at += max(1, len(part) - 2)
     return len(data)
 
 
@@ -109,7 +109,7 @@ def _safe_cut(data: np.ndarray, at: int) -> int:
 def word_spans(window: np.ndarray) -> Spans:
     """Words with the space behind them; `window` gets a plain space for every whitespace character.
 
-    A text must not end in whitespace: its last word then ends at END, which as padding is no part of the piece.
+    A text's last word has no space: END, which as padding is no part of a piece, takes its place.
     """
     inside = len(window) - MARGIN + 1
     text = window[:inside]
@@ -120,6 +120,8 @@ def word_spans(window: np.ndarray) -> Spans:
         starts = np.concatenate(([0], starts))
     ends = np.flatnonzero(blank[1:] > blank[:-1]) + 2
     text[np.flatnonzero(blank & (text != END) & (text != 0x20))] = 0x20  # by index: few, and a masked write is slow
+    last = np.searchsorted(starts, np.flatnonzero(text == END)) - 1  # words; of an empty text, the word before it
+    text[ends[last[last >= 0]] - 1] = END
     return starts, ends - starts
 
 
@@ -315,7 +317,8 @@ def distinct(lanes: Sequence[np.ndarray], weights: np.ndarray | None = None) -> 
 def long_pieces(window: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> list[Piece]:
     data = window.tobytes()
     ends = starts + lengths
-    return [data[a:b].rstrip(b"\xff") for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+    ends -= window[ends - 1] == END  # of a text's last word
+    return [data[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
 
 
 class Counts:
@@ -404,7 +407,7 @@ def flatten(lanes_by_size: Iterable[Sequence[np.ndarray]], long: Iterable[Piece]
         keep = rows != END
         keep[:, 1:] |= keep[:, :-1].copy()  # the first END of a row stays
         parts.append(rows[keep])
-    parts.append(np.frombuffer(b"".join(piece + b"\xff" for piece in long), np.uint8))
+    parts.append(np.frombuffer(bytes([END]).join([*long, b""]), np.uint8))
     return np.concatenate(parts)
 
 
@@ -450,6 +453,7 @@ def code_points(text: np.ndarray) -> np.ndarray:
 
 BATCH = 64  # merges applied together at most; 16 to 128 make no difference
 CHUNK = 1 << 20  # cells looked at together when all are read
+PARALLEL_ROWS = 1 << 14  # places from which on a second thread pays
 BATCH_ROWS = 1 << 20  # places they occur at together, unless one merge alone has more: bounds the memory of a batch
 
 
@@ -611,46 +615,59 @@ class Learner:
 
     def apply(self, batch: list[Merge]) -> list[tuple[int, int]]:
         """Merges the pairs of `batch`, or the first ones where a pair made by one may come before a later one."""
-        owner, at, middle, end = self._occurrences(batch)
-        weight = self.weights[at]
-        before, after = self._around(at, end)
-        groups = Groups.of_sides(owner, before, after, weight)
-        size = self._first_rival(batch, groups)
+        places = self._occurrences(batch)
+        before, after = self._around(places)
+        weight = self.weights[places.at]
+        sides = self._sides(places, before, after, weight)
+        size = self._first_rival(batch, sides)
         for merge in batch[size:]:
             heapq.heappush(self.heap, (-merge.count, self.tokens[merge.left], self.tokens[merge.right], merge.number))
-        batch, groups, rows = batch[:size], groups.of_owners_below(size), int(np.searchsorted(owner, size))
-        owner, at, middle, end, weight = owner[:rows], at[:rows], middle[:rows], end[:rows], weight[:rows]
+        batch, sides = batch[:size], [groups.of_owners_below(size) for groups in sides]
+        rows = int(np.searchsorted(places.owner, size))
+        places, before, after, weight = places.first(rows), before[:rows], after[:rows], weight[:rows]
         new = self._add_tokens(batch)
-        self._write(at, middle, end, new[owner])
-        self._recount(batch, new, groups, owner, at, end, before[:rows], after[:rows], weight)
+        self._write(places, new)
+        self._recount(batch, new, sides, places, before, after, weight)
         return [(merge.left, merge.right) for merge in batch]
 
-    def _occurrences(self, batch: list[Merge]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Which merge of the batch, first cell, right token's first cell and the cell behind, of every place to merge."""
-        cells, places = self.cells, [self.places[merge.number] for merge in batch]
-        owner = np.repeat(np.arange(len(batch)), [len(p) for p in places])
-        at = np.concatenate(places).astype(np.int64)  # 64-bit indices gather faster than 32-bit ones
+    def _occurrences(self, batch: list[Merge]) -> "Places":
+        """Every place to merge. Per-merge values are spread over the places by `repeat`, which costs far less than indexing."""
+        listed = [self.places[merge.number] for merge in batch]
+        sizes = np.array([len(p) for p in listed])
+        at = np.concatenate(listed).astype(np.int64)  # 64-bit indices gather faster than 32-bit ones
         left, right = np.array([m.left for m in batch]), np.array([m.right for m in batch])
-        middle = at + self.width[left][owner]
-        here = (cells[at] == left.astype(cells.dtype)[owner]) & (cells[middle] == right.astype(cells.dtype)[owner])
-        owner, at, middle = owner[here], at[here], middle[here]
+        middle = at + np.repeat(self.width[left], sizes)
+        here = self.cells[at] == np.repeat(left.astype(self.cells.dtype), sizes)
+        here &= self.cells[middle] == np.repeat(right.astype(self.cells.dtype), sizes)
+        valid = np.flatnonzero(here)
+        at, middle = at[valid], middle[valid]
         if batch[0].left == batch[0].right:
-            at, width = every_other(np.sort(at), int(self.width[batch[0].left]))
-            owner, middle = owner[: len(at)], at + width
-        return owner, at, middle, middle + self.width[right][owner]
+            width = int(self.width[batch[0].left])
+            at = every_other(np.sort(at), width)
+            middle, sizes = at + width, np.array([len(at)])
+        else:
+            sizes = np.diff(np.searchsorted(valid, np.cumsum(sizes)), prepend=0)
+        end = middle + np.repeat(self.width[right], sizes)
+        return Places(np.repeat(np.arange(len(batch)), sizes), at, middle, end)
 
-    def _around(self, at: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _around(self, places: "Places") -> tuple[np.ndarray, np.ndarray]:
         """The ids left and right of the places, 0 where the piece ends. The array ends with 0, so index -1 is none either."""
-        return self.cells[at - 1] & self.cells.dtype.type(self.flag - 1), self.cells[end]
+        return self.cells[places.at - 1] & self.cells.dtype.type(self.flag - 1), self.cells[places.end]
 
-    def _first_rival(self, batch: list[Merge], groups: "Groups") -> int:
+    def _sides(self, places: "Places", before: np.ndarray, after: np.ndarray, weight: np.ndarray) -> list["Groups"]:
+        """What is on the left and what is on the right of the places; of many, both at a time."""
+        jobs = [(0, places.owner, before, weight), (1, places.owner, after, weight)]
+        return list(ordered_map(lambda job: Groups(*job), jobs, 2 if len(weight) > PARALLEL_ROWS and cpu_count() > 1 else 1))
+
+    def _first_rival(self, batch: list[Merge], sides: list["Groups"]) -> int:
         """How many merges of the batch are sure to come in this order.
 
         Merge j may go along when every pair that merges before it create is rarer than it. The counts are taken from the
         neighbours as they are before the batch: what the batch makes of them later can only divide a pair.
         """
         highest = np.zeros(len(batch), np.int64)
-        np.maximum.at(highest, groups.owner, groups.sums)
+        for groups in sides:
+            np.maximum.at(highest, groups.owner, groups.sums)
         counts = np.array([merge.count for merge in batch])
         rivals = np.flatnonzero(np.maximum.accumulate(highest)[:-1] >= counts[1:])
         return int(rivals[0]) + 1 if len(rivals) else len(batch)
@@ -666,21 +683,19 @@ class Learner:
             self._drop(merge.number)
         return np.arange(first, first + len(batch))
 
-    def _write(self, at: np.ndarray, middle: np.ndarray, end: np.ndarray, new: np.ndarray) -> None:
-        new = new.astype(self.cells.dtype)
-        self.cells[middle - 1] = 0
-        self.cells[middle] = 0
-        self.cells[at] = new
-        self.cells[end - 1] = new | self.cells.dtype.type(self.flag)
+    def _write(self, places: "Places", new: np.ndarray) -> None:
+        ids = new.astype(self.cells.dtype)[places.owner]
+        self.cells[places.middle - 1] = 0
+        self.cells[places.middle] = 0
+        self.cells[places.at] = ids
+        self.cells[places.end - 1] = ids | self.cells.dtype.type(self.flag)
 
     def _recount(
         self,
         batch: list[Merge],
         new: np.ndarray,
-        groups: "Groups",
-        owner: np.ndarray,
-        at: np.ndarray,
-        end: np.ndarray,
+        sides: list["Groups"],
+        places: "Places",
         before: np.ndarray,
         after: np.ndarray,
         weight: np.ndarray,
@@ -690,22 +705,20 @@ class Learner:
         x L R y: (x, L) and (R, y) are lost, (x, new) and (new, y) gained. Where x was itself merged in this batch, its
         own right side has both; where y was, the gained pair is (new, new y).
         """
-        now_before, now_after = self._around(at, end)
-        gained, lost = groups.sums.copy(), groups.sums.copy()
-        moved = np.flatnonzero(now_before != before)
-        if len(moved):
-            group = groups.find(owner[moved], 0, before[moved])
-            np.subtract.at(gained, group, weight[moved])
-            np.subtract.at(lost, group, weight[moved])
-        moved = np.flatnonzero(now_after != after)
-        if len(moved):
-            np.subtract.at(gained, groups.find(owner[moved], 1, after[moved]), weight[moved])
         left, right = np.array([m.left for m in batch]), np.array([m.right for m in batch])
-        self._lose(*groups.pairs(right, left), lost)
-        self._gain(groups, gained, at, new)
-        if len(moved):
-            both_new = Groups(owner[moved] << 1 | 1, now_after[moved], moved, weight[moved])
-            self._gain(both_new, both_new.sums, at, new)
+        now_before, now_after = self._around(places)
+        moved = np.flatnonzero(now_before != before)
+        lefts, gained = sides[0], sides[0].sums.copy()
+        np.subtract.at(gained, lefts.find(places.owner[moved], before[moved]), weight[moved])
+        self._lose(lefts.neighbour, left[lefts.owner], gained)
+        self._gain(lefts, gained, places.at, new)
+        moved = np.flatnonzero(now_after != after)
+        rights, gained = sides[1], sides[1].sums.copy()
+        np.subtract.at(gained, rights.find(places.owner[moved], after[moved]), weight[moved])
+        self._lose(right[rights.owner], rights.neighbour, rights.sums)
+        self._gain(rights, gained, places.at, new)
+        both_new = Groups(1, places.owner[moved], now_after[moved], weight[moved])
+        self._gain(both_new, both_new.sums, places.at[moved], new)
 
     def _lose(self, left: np.ndarray, right: np.ndarray, lost: np.ndarray) -> None:
         number = self.index.find((_pair_key(left, right),))
@@ -721,46 +734,56 @@ class Learner:
         chosen = np.flatnonzero(gained >= self.threshold)
         if len(chosen) == 0:
             return
-        left, right = groups.pairs(new, new)
-        left, right = left[chosen], right[chosen]
+        neighbour, made = groups.neighbour[chosen], new[groups.owner[chosen]]
+        left, right = (neighbour, made) if groups.side == 0 else (made, neighbour)
         rows, sizes = groups.rows_of(chosen)
-        shift = np.where(groups.side[chosen] == 0, self.width[left], 0)  # the left neighbour's first cell
-        places = (at[rows] - np.repeat(shift, sizes)).astype(self.place_dtype)
+        places = at[rows]
+        if groups.side == 0:
+            places -= np.repeat(self.width[left], sizes)  # from the merged token to its neighbour's first cell
+        places = places.astype(self.place_dtype)
         ends = np.cumsum(sizes).tolist()
         self._count(left, right, gained[chosen], [places[a:b] for a, b in zip([0, *ends], ends, strict=False)])
 
 
+class Places(NamedTuple):
+    """Where a batch merges: which of its merges, the first cells of both tokens, and the cell behind them. Sorted by owner."""
+
+    owner: np.ndarray
+    at: np.ndarray
+    middle: np.ndarray
+    end: np.ndarray
+
+    def first(self, rows: int) -> "Places":
+        return Places(*(column[:rows] for column in self))
+
+
 class Groups:
-    """The places of a batch, grouped by (merge, side, neighbour on that side): `sums[i]` is how often group i occurs."""
+    """The places of a batch grouped by (merge, neighbour on one side): `sums[i]` is how often group i occurs."""
 
-    BITS = 31  # of a neighbour's id
-
-    def __init__(self, owner_side: np.ndarray, neighbour: np.ndarray, rows: np.ndarray, weight: np.ndarray) -> None:
-        keys = owner_side.astype(np.uint64) << np.uint64(self.BITS) | neighbour
-        order, self.keys, self.starts = grouped(keys)
+    def __init__(self, side: int, owner: np.ndarray, neighbour: np.ndarray, weight: np.ndarray) -> None:
+        """`side` is 0 for left neighbours and 1 for right ones; a neighbour of 0 is none."""
+        self.side = side
+        rows = np.flatnonzero(neighbour)
+        order, keys, self.starts = grouped(self._key(owner[rows], neighbour[rows]))
         self.rows = rows[order]
-        weight = weight[order]
+        self.keys = keys
+        weight = weight[self.rows]
         self.sums = np.add.reduceat(weight, self.starts, dtype=np.int64) if len(weight) else np.zeros(0, np.int64)
-        keys = self.keys.astype(np.int64)
-        self.owner, self.side, self.neighbour = keys >> self.BITS + 1, keys >> self.BITS & 1, keys & (1 << self.BITS) - 1
+        self.owner, self.neighbour = (keys >> np.uint64(32)).astype(np.int64), (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
 
-    @classmethod
-    def of_sides(cls, owner: np.ndarray, before: np.ndarray, after: np.ndarray, weight: np.ndarray) -> "Groups":
-        left, right = np.flatnonzero(before), np.flatnonzero(after)
-        rows = np.concatenate((left, right))
-        owner_side = np.concatenate((owner[left] << 1, owner[right] << 1 | 1))
-        return cls(owner_side, np.concatenate((before[left], after[right])), rows, weight[rows])
+    @staticmethod
+    def _key(owner: np.ndarray, neighbour: np.ndarray) -> np.ndarray:
+        return owner.astype(np.uint64) << np.uint64(32) | neighbour
 
     def of_owners_below(self, size: int) -> "Groups":
         """Without the groups of later merges, which come last."""
         n = int(np.searchsorted(self.owner, size))
-        for name in ("keys", "sums", "owner", "side", "neighbour"):
+        for name in ("keys", "sums", "owner", "neighbour"):
             setattr(self, name, getattr(self, name)[:n])
         return self
 
-    def find(self, owner: np.ndarray, side: int, neighbour: np.ndarray) -> np.ndarray:
-        keys = (owner << 1 | side).astype(np.uint64) << np.uint64(self.BITS) | neighbour
-        return np.searchsorted(self.keys, keys)
+    def find(self, owner: np.ndarray, neighbour: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self.keys, self._key(owner, neighbour))
 
     def rows_of(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The rows of some groups, one group after the other, and how many each has."""
@@ -768,21 +791,16 @@ class Groups:
         behind = np.cumsum(sizes)
         return self.rows[np.repeat(self.starts[chosen] - behind + sizes, sizes) + np.arange(behind[-1])], sizes
 
-    def pairs(self, left: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Each group's pair: (neighbour, right[owner]) on side 0, (left[owner], neighbour) on side 1."""
-        ahead = self.side == 0
-        return np.where(ahead, self.neighbour, left[self.owner]), np.where(ahead, right[self.owner], self.neighbour)
-
 
 def _pair_key(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return (left << 32 | right).astype(np.uint64)
 
 
-def every_other(at: np.ndarray, width: int) -> tuple[np.ndarray, int]:
+def every_other(at: np.ndarray, width: int) -> np.ndarray:
     """Of sorted places `width` apart in runs (overlapping pairs of one token), the first, third, ... of each run."""
     fresh = np.flatnonzero(np.diff(at, prepend=-1 - width) != width)
     run_start = np.repeat(fresh, np.diff(fresh, append=len(at)))
-    return at[(np.arange(len(at)) - run_start) % 2 == 0], width
+    return at[(np.arange(len(at)) - run_start) % 2 == 0]
 
 
 def grouped(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
