@@ -1,0 +1,220 @@
+"""One training step, side by side in one process: ours, nanoGPT's default CPU step, and the matrix-product rate of the machine.
+
+    uv run python bench/bench_train_step.py              6 x 384, block 256, vocabulary 8,192, batch 16; then the 126M shape
+    uv run python bench/bench_train_step.py --profile    also where our step's time goes
+
+nanoGPT's step is written anew here from what its README runs on a CPU (github.com/karpathy/nanoGPT: fp32, eager, plain AdamW,
+clipped gradients), at the same shapes, in a process of its own that keeps torch's defaults. The two take turns, so that a slow
+spell of the machine hits both; medians are shown.
+A step is zero_grad, forward, backward, clip, update of one micro-batch. FLOPs are counted as in `GPT.flops_per_token`.
+"""
+
+import argparse
+import contextlib
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from config import ModelConfig, make_config
+from device import Device, matmul_rate, resolve_device
+from model import GPT
+from optimizers import build_optimizer
+
+SHAPES = {
+    "small": (ModelConfig(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=8_192), 16),
+    "126M": (ModelConfig(), 2),
+}
+
+
+class NanoBlock(nn.Module):
+    """nanoGPT's block: pre-norm, one fused query-key-value product, SDPA, exact GELU, no biases."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.n_head = c.n_head
+        self.ln_1, self.ln_2 = nn.LayerNorm(c.n_embd, bias=False), nn.LayerNorm(c.n_embd, bias=False)
+        self.c_attn = nn.Linear(c.n_embd, 3 * c.n_embd, bias=False)
+        self.c_proj = nn.Linear(c.n_embd, c.n_embd, bias=False)
+        self.c_fc = nn.Linear(c.n_embd, 4 * c.n_embd, bias=False)
+        self.mlp_proj = nn.Linear(4 * c.n_embd, c.n_embd, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, T, C = x.shape
+        q, k, v = self.c_attn(self.ln_1(x)).split(C, dim=2)
+        q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
+        return x + self.mlp_proj(F.gelu(self.c_fc(self.ln_2(x))))
+
+
+class NanoGPT(nn.Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(c.vocab_size, c.n_embd), nn.Embedding(c.block_size, c.n_embd)
+        self.h = nn.ModuleList(NanoBlock(c) for _ in range(c.n_layer))
+        self.ln_f = nn.LayerNorm(c.n_embd, bias=False)
+        self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
+        self.lm_head.weight = self.wte.weight
+        for p in self.parameters():
+            if p.dim() == 2:
+                nn.init.normal_(p, std=0.02)
+
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.wte(idx) + self.wpe(torch.arange(idx.size(1)))
+        for block in self.h:
+            x = block(x)
+        logits = self.lm_head(self.ln_f(x))
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+
+
+def nano_step(config: ModelConfig, x: torch.Tensor, y: torch.Tensor) -> Callable[[], None]:
+    model = NanoGPT(config)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95))
+
+    def step() -> None:
+        model(x, y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def serve_nano_steps(pipe: Connection, config: ModelConfig, batch: int, threads: int) -> None:
+    """The other process: makes one step whenever it is asked to, and answers with the seconds it took."""
+    torch.set_num_threads(threads)
+    step = nano_step(config, *make_batch(config, batch))
+    while pipe.recv():
+        t0 = time.perf_counter()
+        step()
+        pipe.send(time.perf_counter() - t0)
+
+
+@contextlib.contextmanager
+def nano_process(config: ModelConfig, batch: int) -> Iterator[Callable[[], float]]:
+    """A function that makes one step of nanoGPT's in the other process and returns its seconds."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve_nano_steps, args=(theirs, config, batch, torch.get_num_threads()), daemon=True)
+    process.start()
+
+    def step() -> float:
+        ours.send(True)
+        return ours.recv()
+
+    yield step
+    ours.send(False)
+    process.join()
+
+
+def make_batch(config: ModelConfig, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    data = torch.randint(config.vocab_size, (batch, config.block_size + 1), generator=torch.Generator().manual_seed(1))
+    return data[:, :-1].contiguous(), data[:, 1:].contiguous()
+
+
+def our_step(config: ModelConfig, device: Device, x: torch.Tensor, y: torch.Tensor, optimizer: str) -> Callable[[], None]:
+    settings = make_config("wikitext103", {"optimizer": optimizer})
+    model = GPT(config).to(device.device)
+    optimizer = build_optimizer(model, settings.train, device.device)
+    run = device.compile(model, settings.compute, tuple(x.shape))
+    parameters = list(model.parameters())
+
+    def step() -> None:
+        with device.autocast():
+            _, loss = run(x, y, reduction="sum")
+        (loss / y.numel()).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def timed(step: Callable[[], None], device: Device) -> float:
+    device.synchronize()
+    t0 = time.perf_counter()
+    step()
+    device.synchronize()
+    return time.perf_counter() - t0
+
+
+def measure(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every round of every step, the steps taking turns; two rounds warm up and are thrown away."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for i in range(rounds + 2):
+        for name, step in steps.items():
+            seconds = step()
+            if i >= 2:
+                times[name].append(seconds)
+    return times
+
+
+def show_profile(step: Callable[[], None]) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(3):
+            step()
+    print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=22, max_name_column_width=60))
+
+
+def bench(name: str, args: argparse.Namespace) -> None:
+    config, batch = SHAPES[name]
+    device = resolve_device(make_config("wikitext103", {"threads": args.threads}).compute)
+    step = our_step(config, device, *(t.to(device.device) for t in make_batch(config, batch)), args.optimizer)
+    rounds = args.rounds if name == "small" else max(3, args.rounds // 4)
+    rates = [matmul_rate(device)]
+    steps = {"ours": lambda: timed(step, device)}
+    if device.device.type == "cpu":
+        with nano_process(config, batch) as nano:
+            times = measure({**steps, "nanoGPT": nano}, rounds)
+    else:
+        times = measure(steps, rounds)
+    rates.append(matmul_rate(device))
+    report(name, config, batch, device, times, max(rates))
+    if args.profile:
+        show_profile(step)
+
+
+def report(name: str, config: ModelConfig, batch: int, device: Device, times: dict[str, list[float]], rate: float) -> None:
+    tokens = batch * config.block_size
+    flops = tokens * GPT(config).flops_per_token()
+    causal = flops - tokens * 6 * config.n_layer * config.n_embd * config.block_size
+    print(f"\n{name}: {config.num_params:,} parameters, {batch} x {config.block_size} tokens, {device.line}")
+    print(f"matrix products, 2048 cubed, {str(device.dtype).removeprefix('torch.')}: {rate / 1e9:,.0f} GFLOP/s")
+    for what, seconds in times.items():
+        t = statistics.median(seconds)
+        spread = f"{min(seconds) * 1e3:,.0f} to {max(seconds) * 1e3:,.0f}"
+        share = f"{flops / t / rate:.1%} of the matrix-product rate ({causal / t / rate:.1%} counting causal attention half)"
+        print(f"{what:8} {t * 1e3:8,.0f} ms a step ({spread}), {tokens / t:,.0f} tokens/s, {share}")
+    if "nanoGPT" in times:
+        pairs = [b / a for a, b in zip(times["ours"], times["nanoGPT"], strict=True)]
+        print(f"ours is {statistics.median(pairs):.2f} times as fast as nanoGPT's default step (median of pairs)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=[*SHAPES, "both"], default="both")
+    parser.add_argument("--rounds", type=int, default=12, help="steps of each kind (a quarter of it for the 126M shape)")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--optimizer", default="adamw", choices=["adamw", "muon", "galore"])
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    for name in SHAPES if args.shape == "both" else [args.shape]:
+        bench(name, args)
+
+
+if __name__ == "__main__":
+    main()
