@@ -27,7 +27,8 @@ END = 0xFF
 WINDOW = 2 << 20  # bytes of text worked on at a time: the arrays of a window stay near the caches
 MARGIN = 16  # bytes behind a window that 8-byte reads may touch
 
-# Characters outside ASCII that are whitespace, to str.split() and to Unicode alike; inside ASCII the two differ (below).
+# Outside ASCII, str.split() and Unicode's White_Space (the \s of the byte pattern) agree on what is whitespace; inside ASCII
+# the separators U+001C to U+001F are whitespace to str.split() alone.
 WIDE_WHITESPACE = "\x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
 WORD_WHITESPACE = "\t\n\v\f\r\x1c\x1d\x1e\x1f " + WIDE_WHITESPACE
 BYTE_WHITESPACE = "\t\n\v\f\r " + WIDE_WHITESPACE

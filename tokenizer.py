@@ -12,6 +12,7 @@ a special token is ordinary text here: ids below 4 (`gpt2`: 50256) never come ou
 Lone surrogates, which are no characters and have no UTF-8 form, count as U+FFFD.
 """
 
+import argparse
 import codecs
 import hashlib
 import json
@@ -24,19 +25,13 @@ from typing import Any
 import numpy as np
 
 import bpe
-from common import UserError, write_text
-from config import SPECIAL_TOKENS
+from common import UserError, run_main, write_text
+from config import SPECIAL_TOKENS, parse_config
 from unicode_ranges import LETTERS, NUMBERS
 
 PAD_ID, UNK_ID, BOS_ID, EOS_ID = range(len(SPECIAL_TOKENS))
 GPT2_END_OF_TEXT = "<|endoftext|>"
 CACHED_WORDS = 100_000  # words whose ids `encode` remembers, per tokenizer: some 20 MB
-
-# What str.split() takes for whitespace. The `byte` pattern's \s is Unicode's White_Space: without U+001C to U+001F.
-WORD_WHITESPACE = (
-    "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
-)
-BYTE_WHITESPACE = "".join(c for c in WORD_WHITESPACE if not "\x1c" <= c <= "\x1f")
 
 
 def _regex_class(ranges: Iterable[tuple[int, int]]) -> str:
@@ -46,7 +41,7 @@ def _regex_class(ranges: Iterable[tuple[int, int]]) -> str:
 @cache
 def byte_pattern() -> re.Pattern[str]:
     r"""GPT-2's 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+, its classes written out."""
-    L, N, S = _regex_class(LETTERS), _regex_class(NUMBERS), _regex_class((ord(c), ord(c)) for c in BYTE_WHITESPACE)
+    L, N, S = _regex_class(LETTERS), _regex_class(NUMBERS), _regex_class((ord(c), ord(c)) for c in bpe.BYTE_WHITESPACE)
     return re.compile(f"'(?:[stmd]|re|ve|ll)| ?[{L}]+| ?[{N}]+| ?[^{S}{L}{N}]+|[{S}]+(?![^{S}])|[{S}]+")
 
 
@@ -128,7 +123,7 @@ class BPETokenizer:
         if kind not in ("word", "byte"):
             raise ValueError(f"kind is {kind!r}, but only word and byte can be trained")
         counts = bpe.Counts(bpe.word_spans if kind == "word" else bpe.byte_spans)
-        counts.add_all((to_utf8(text.strip() if kind == "word" else text) for text in texts), bpe.cpu_count())
+        counts.add_all(map(to_utf8, texts), bpe.cpu_count())
         pieces, count, left_out = counts.pieces()
         del counts
         if len(pieces) == 0:
@@ -225,8 +220,7 @@ class BPETokenizer:
         """
         if self._encoder is None:
             self._encoder = self._make_encoder()
-        word = self.kind == "word"
-        return self._encoder.encode((to_utf8(text.strip() if word else text) for text in texts), threads)
+        return self._encoder.encode(map(to_utf8, texts), threads)
 
     def _make_encoder(self) -> bpe.Encoder:
         word = self.kind == "word"
@@ -351,7 +345,7 @@ def _schema(tokenizer: BPETokenizer) -> dict[str, Any]:
 
 def _word_normalizer() -> dict[str, Any]:
     """ " ".join(text.split()), with split's own idea of whitespace, which differs from the library's."""
-    whitespace = "[" + "".join(rf"\x{{{ord(c):X}}}" for c in WORD_WHITESPACE) + "]+"
+    whitespace = "[" + "".join(rf"\x{{{ord(c):X}}}" for c in bpe.WORD_WHITESPACE) + "]+"
     collapse = {"type": "Replace", "pattern": {"Regex": whitespace}, "content": " "}
     return {"type": "Sequence", "normalizers": [collapse, {"type": "Strip", "strip_left": True, "strip_right": True}]}
 
@@ -387,3 +381,92 @@ def _skeleton(data: dict[str, Any]) -> dict[str, Any]:
     """A file without its vocabulary: what must be equal for our code to give the ids that the library gives."""
     model = {key: value for key, value in data["model"].items() if key not in ("vocab", "merges")}
     return {**data, "model": model}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Looking at it
+
+USES = ("run.corpus", "run.variant", "run.data_dir")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("text", nargs="?", metavar="TEXT", help="text to show in tokens")
+    parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json (default: that of the corpus)")
+    parser.add_argument("--compare", metavar="OTHER.json", help="set two vocabularies side by side, on TEXT or on --file")
+    parser.add_argument("--file", metavar="FILE", help="UTF-8 text to compare on")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    config, args = parse_config(argv, doc=VIEW, uses=USES, add_arguments=add_arguments)
+    path = Path(args.tokenizer) if args.tokenizer else config.tokenizer_path
+    if not path.exists():
+        raise UserError(f"{path} is missing; run: {config.command('train_tokenizer.py')}")
+    tokenizer = BPETokenizer.load(path)
+    text = _read_text(args.file) if args.file else args.text
+    if text is None:
+        raise UserError('say what to show, as in: uv run python tokenizer.py "a text", or a file with --file')
+    if args.compare is None:
+        print(show(tokenizer, text))
+        return 0
+    rows = [(str(name), statistics(BPETokenizer.load(name), text)) for name in (path, args.compare)]
+    print(side_by_side(rows))
+    return 0
+
+
+VIEW = """How text becomes tokens: boundaries and ids of a text, or two vocabularies side by side.
+
+    uv run python tokenizer.py "Once upon a time"
+    uv run python tokenizer.py --file book.txt --compare other/tokenizer.json
+"""
+
+
+def _read_text(name: str) -> str:
+    try:
+        return Path(name).read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not UTF-8 at byte {error.start}; convert it first") from None
+
+
+def show(tokenizer: BPETokenizer, text: str) -> str:
+    """The tokens of `text` between bars, spaces and control characters made visible, then one line with an id for each."""
+    ids = tokenizer.encode(text)
+    names = [_visible(tokenizer.tokens[i]) for i in ids]
+    length = len(tokenizer.scored_text(text))
+    summary = f"{len(ids):,} tokens, {length / max(1, len(ids)):.2f} characters per token"
+    vocabulary = f"{tokenizer.kind} vocabulary of {tokenizer.vocab_size:,}"
+    return "\n".join(["|".join(["", *names, ""]), " ".join(map(str, ids)), f"{summary}, {vocabulary}"])
+
+
+def _visible(token: bytes) -> str:
+    """`·` for a space, escapes for what does not print and for torn characters."""
+    text = token.decode("utf-8", "backslashreplace")
+    return "".join("·" if c == " " else c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def statistics(tokenizer: BPETokenizer, text: str) -> dict[str, float]:
+    """How well a vocabulary fits a text. `bits per byte` is that of a model that knows token frequencies alone (unigram)."""
+    ids, _ = tokenizer.encode_to_array([text])
+    scored = tokenizer.scored_text(text)
+    counts = np.bincount(ids, minlength=1).astype(np.float64)
+    counts = counts[counts > 0]
+    bits = -(counts * np.log2(counts / max(1, len(ids)))).sum()
+    return {
+        "entries": tokenizer.vocab_size,
+        "tokens": len(ids),
+        "entries used": len(counts),
+        "characters per token": len(scored) / max(1, len(ids)),
+        "bits per byte (unigram)": bits / max(1, len(to_utf8(scored))),
+        "<UNK>": 0 if tokenizer.unk_id is None else int((ids == tokenizer.unk_id).sum()),
+    }
+
+
+def side_by_side(rows: Sequence[tuple[str, dict[str, float]]]) -> str:
+    lines = [f"{'':<24}" + "".join(f"  {name:>24}" for name, _ in rows)]
+    for key in rows[0][1]:
+        values = (f"{values[key]:,.3f}" if isinstance(values[key], float) else f"{values[key]:,}" for _, values in rows)
+        lines.append(f"{key:<24}" + "".join(f"  {value:>24}" for value in values))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, assert_user_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -164,7 +164,7 @@ def test_bulk_splitting_equals_the_plain_splitters(small_windows):
         texts = ["".join(rng.choices(HOSTILE, k=rng.choice([0, 1, 3, 40]))) for _ in range(rng.randint(1, 4))]
         for spans, split in ((bpe.word_spans, split_words), (bpe.byte_spans, split_bytes)):
             counts = bpe.Counts(spans)
-            counts.add_all([to_utf8(text.strip() if split is split_words else text) for text in texts], 2)
+            counts.add_all([to_utf8(text) for text in texts], 2)
             pieces, numbers, _ = counts.pieces()
             found: Counter[bytes] = Counter()
             for piece, number in zip(pieces.tobytes().split(b"\xff"), numbers.tolist(), strict=False):
@@ -424,3 +424,25 @@ def test_a_damaged_file_is_refused_in_one_line(ours, tmp_path):
             BPETokenizer.load(path)
     with pytest.raises(UserError, match="is missing"):
         BPETokenizer.load(Path(tmp_path / "none.json"))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The view
+
+
+def test_the_view_shows_boundaries_ids_and_comparisons(stage, tmp_path):
+    """Catches tokens whose spaces and torn characters cannot be seen, and a mistake that ends in a traceback."""
+    for kind in ("word", "byte"):
+        BPETokenizer.train([TRAINING_TEXT], kind=kind, vocab_size=600).save(tmp_path / f"{kind}.json")
+    result = stage("tokenizer.py", "the fox\n日", "--tokenizer", "byte.json")
+    ids = BPETokenizer.load(tmp_path / "byte.json").encode("the fox\n日")
+    assert result.stdout.splitlines()[0].startswith("|the|·f")
+    assert "\\n" in result.stdout
+    assert result.stdout.splitlines()[1] == " ".join(map(str, ids))
+    result = stage("tokenizer.py", "the fox", "--tokenizer", "byte.json", "--compare", "word.json")
+    for text in ("byte.json", "word.json", "characters per token", "bits per byte (unigram)"):
+        assert text in result.stdout
+    assert_user_error(stage("tokenizer.py", "x"), "tokenizer.json is missing; run: uv run python train_tokenizer.py")
+    assert_user_error(stage("tokenizer.py", "--tokenizer", "byte.json"), "say what to show")
+    (tmp_path / "latin1.txt").write_bytes(b"na\xefve")
+    assert_user_error(stage("tokenizer.py", "--tokenizer", "byte.json", "--file", "latin1.txt"), "not UTF-8 at byte 2")
