@@ -167,10 +167,12 @@ def describe(e: Evaluation) -> str:
     return f"{what} from {e.text.source}, windows of {e.block_size}, stride {e.stride}"
 
 
-def remarks(evaluations: Sequence[Evaluation], separate: bool) -> list[str]:
+def remarks(evaluations: Sequence[Evaluation], args: argparse.Namespace) -> list[str]:
     """What a reader must know before comparing these figures with others."""
     lines = ["95 % intervals: bootstrap over documents"] if len(evaluations[0].text) > 1 else []
-    if separate:
+    if args.detokenize:
+        lines.append("words and bytes are those of the text before its spacing was undone, as in published figures")
+    if args.separate_documents:
         lines.append("documents are scored separately: their first tokens have no context")
     if any(e.tokenizer.kind == "word" for e in evaluations):
         lines.append("bytes are those of the whitespace-normalised text, which is what a word tokenizer can express")
@@ -235,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         evaluations.append(evaluate(args, config, letter, loaded, text))
         print(f"{letter}  {title(loaded, path)}: {describe(evaluations[-1])}")
     print(f"\n{table(evaluations)}\n")
-    lines = remarks(evaluations, args.separate_documents)
+    lines = remarks(evaluations, args)
     lines += [line for other in evaluations[1:] for line in comparisons(evaluations[0], other)]
     lines += [extremes(e, args.by_document) for e in evaluations if args.by_document]
     print("\n".join(lines))

@@ -61,23 +61,29 @@ def document_starts(ids: np.ndarray, tokenizer: BPETokenizer) -> np.ndarray:
 def text_from_tokens(data: TokenData, split: str, tokenizer: BPETokenizer) -> ScoredText:
     """The split as encoded. Words and bytes of a document come from its decoded ids, their sums from meta.json."""
     ids, entry = data.split(split), data.meta["splits"][split]
-    starts = document_starts(ids, tokenizer)
-    texts = (tokenizer.decode(ids[a:b].tolist()) for a, b in itertools.pairwise(starts))
-    counts = np.array([(len(text.split()), len(text.encode("utf-8"))) for text in texts], np.float64).reshape(-1, 2)
+    starts, counts = document_starts(ids, tokenizer), []
+    with Progress(len(starts) - 1, "counting words", "document", scale=True) as progress:
+        for a, b in itertools.pairwise(starts.tolist()):
+            text = tokenizer.decode(ids[a:b].tolist())
+            counts.append((len(text.split()), len(text.encode("utf-8"))))
+            progress.update()
     # Characters without a token are missing from decoded text, so the documents' shares are scaled to the true sums.
     totals = np.array([entry["words"], entry["scored_bytes"]], np.float64)
-    words, num_bytes = (counts * totals / np.maximum(counts.sum(axis=0), 1)).T
+    table = np.array(counts, np.float64).reshape(-1, 2)
+    words, num_bytes = (table * totals / np.maximum(table.sum(axis=0), 1)).T
     return ScoredText(ids, starts, words, num_bytes, str(data.path(split)))
 
 
 def text_from_corpus(corpus: Corpus, split: str, tokenizer: BPETokenizer, detokenise: bool = False) -> ScoredText:
     """The split encoded anew with `tokenizer`; words and bytes are those of the text as it was before `detokenise`."""
     documents, words, num_bytes = [], [], []
-    for text in corpus.iter_documents(split):
-        words.append(len(text.split()))
-        num_bytes.append(len(tokenizer.scored_text(text).encode("utf-8", "replace")))
-        ids = tokenizer.encode(detokenise_wikitext(text) if detokenise else text)
-        documents.append(np.array(tokenizer.wrap_document(ids), np.uint32))
+    with Progress(corpus.documents.get(split), "encoding", "document", scale=True) as progress:
+        for text in corpus.iter_documents(split):
+            words.append(len(text.split()))
+            num_bytes.append(len(tokenizer.scored_text(text).encode("utf-8", "replace")))
+            ids = tokenizer.encode(detokenise_wikitext(text) if detokenise else text)
+            documents.append(np.array(tokenizer.wrap_document(ids), np.uint32))
+            progress.update()
     starts = np.cumsum([0, *map(len, documents)])
     ids = np.concatenate([np.empty(0, np.uint32), *documents])
     how = "detokenised and encoded anew" if detokenise else "encoded anew"

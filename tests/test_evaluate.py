@@ -130,7 +130,7 @@ def workplace(tmp_path_factory) -> Path:
     train_tokenizer.main([*where, "--tokenizer-kind", "byte", "--vocab-size", "400"])
     prepare_data.main([*where, "--workers", "1"])
     own = BPETokenizer.load(folder / "data" / "mine" / "tokenizer.json")
-    for name, tokenizer in (("own", own), ("word", tiny_tokenizer("word")), ("byte", tiny_tokenizer("byte"))):
+    for name, tokenizer in [("own", own), *((kind, tiny_tokenizer(kind)) for kind in ("word", "byte", "gpt2"))]:
         config = tiny_config(tokenizer, corpus="mine", data_dir=str(folder / "data"))
         save_run(folder / "runs" / name, tokenizer, config, random_model(config, 0.02))
     return folder
@@ -177,6 +177,8 @@ def test_several_models_side_by_side_with_warnings(workplace, capsys):
     assert "A and B have different tokenizers" in printed and "A and B score different text" not in printed
     assert "A and C score different text" in printed and "<UNK>" in printed and "whitespace-normalised" in printed
     assert "B - A: " in printed
+    run(workplace, "--checkpoint", *runs[:2], str(workplace / "runs" / "gpt2"), "--detokenize")
+    assert "before its spacing was undone" in capsys.readouterr().out
 
 
 def test_a_smaller_stride_gives_context_not_other_tokens(workplace):
