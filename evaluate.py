@@ -12,6 +12,7 @@ on two CPU cores, seconds on a GPU.
 
 import argparse
 import contextlib
+import math
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--by-document", type=int, default=0, metavar="N", help="list the N best and worst documents")
 
 
+def finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """One model's scores on one split, with what decides whether they compare to another's. `name` is a letter."""
@@ -63,13 +68,14 @@ class Evaluation:
         return 0 if self.tokenizer.unk_id is None else int((self.text.ids == self.tokenizer.unk_id).sum())
 
     def record(self) -> dict[str, Any]:
-        """What evaluation_SPLIT.json holds."""
+        """What evaluation_SPLIT.json holds; a figure beyond all numbers is null, since JSON has no infinity."""
         from scoring import FIGURES, interval
 
         scores = self.scores
+        bounds = {name: [finite(x) for x in interval(self.resampled[:, i])] for i, name in enumerate(FIGURES)}
         return {
-            **scores.figures(),
-            "intervals": {name: interval(self.resampled[:, i]) for i, name in enumerate(FIGURES)},
+            **{name: finite(value) for name, value in scores.figures().items()},
+            "intervals": bounds,
             "tokens": int(scores.tokens.sum()),
             "unk_tokens": self.unknown,
             "words": round(scores.words.sum()),

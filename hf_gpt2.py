@@ -215,7 +215,7 @@ def read_hf_state(folder: Path) -> dict[str, Tensor]:
     if (folder / "model.safetensors").exists():
         return read_safetensors(folder / "model.safetensors")
     if index.exists():
-        files = sorted(set(_read_folder_json(index)["weight_map"].values()))
+        files = sorted(set(_read_folder_json(index).get("weight_map", {}).values()))
         return {name: tensor for file in files for name, tensor in read_safetensors(folder / file).items()}
     binary = folder / "pytorch_model.bin"
     if not binary.exists():
