@@ -2,6 +2,7 @@
 
     uv run python bench/bench_train_step.py              6 x 384, block 256, vocabulary 8,192, batch 16; then the 126M shape
     uv run python bench/bench_train_step.py --profile    also where our step's time goes
+    uv run python bench/bench_train_step.py --cpu-time   on one thread, in processor seconds: for a machine that others use too
 
 nanoGPT's step is written anew here from what its README runs on a CPU (github.com/karpathy/nanoGPT: fp32, eager, plain AdamW,
 clipped gradients), at the same shapes, in a process of its own that keeps torch's defaults. The two take turns, so that a slow
@@ -26,9 +27,11 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import ModelConfig, make_config
-from device import Device, matmul_rate, resolve_device
+from device import Device, resolve_device
 from model import GPT
 from optimizers import build_optimizer
+
+Clock = Callable[[], float]
 
 SHAPES = {
     "small": (ModelConfig(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=8_192), 16),
@@ -94,22 +97,22 @@ def nano_step(config: ModelConfig, x: torch.Tensor, y: torch.Tensor) -> Callable
     return step
 
 
-def serve_nano_steps(pipe: Connection, config: ModelConfig, batch: int, threads: int) -> None:
+def serve_nano_steps(pipe: Connection, config: ModelConfig, batch: int, threads: int, clock: Clock) -> None:
     """The other process: makes one step whenever it is asked to, and answers with the seconds it took."""
     torch.set_num_threads(threads)
     step = nano_step(config, *make_batch(config, batch))
     while pipe.recv():
-        t0 = time.perf_counter()
+        t0 = clock()
         step()
-        pipe.send(time.perf_counter() - t0)
+        pipe.send(clock() - t0)
 
 
 @contextlib.contextmanager
-def nano_process(config: ModelConfig, batch: int) -> Iterator[Callable[[], float]]:
+def nano_process(config: ModelConfig, batch: int, clock: Clock) -> Iterator[Callable[[], float]]:
     """A function that makes one step of nanoGPT's in the other process and returns its seconds."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve_nano_steps, args=(theirs, config, batch, torch.get_num_threads()), daemon=True)
+    process = context.Process(target=serve_nano_steps, args=(theirs, config, batch, torch.get_num_threads(), clock))
     process.start()
 
     def step() -> float:
@@ -144,12 +147,19 @@ def our_step(config: ModelConfig, device: Device, x: torch.Tensor, y: torch.Tens
     return step
 
 
-def timed(step: Callable[[], None], device: Device) -> float:
+def timed(step: Callable[[], object], device: Device, clock: Clock) -> float:
     device.synchronize()
-    t0 = time.perf_counter()
+    t0 = clock()
     step()
     device.synchronize()
-    return time.perf_counter() - t0
+    return clock() - t0
+
+
+def product_rate(device: Device, clock: Clock) -> float:
+    """FLOP/s of the best of twelve products of 2048-cubed matrices in our precision (on GPUs of 8192-cubed ones)."""
+    size = 2048 if device.device.type == "cpu" else 8192
+    a, b = (torch.randn(size, size, device=device.device).to(device.dtype) for _ in range(2))
+    return 2 * size**3 / min(timed(lambda: a @ b, device, clock) for _ in range(12))
 
 
 def measure(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -172,17 +182,19 @@ def show_profile(step: Callable[[], None]) -> None:
 
 def bench(name: str, args: argparse.Namespace) -> None:
     config, batch = SHAPES[name]
-    device = resolve_device(make_config("wikitext103", {"threads": args.threads}).compute)
+    clock = time.process_time if args.cpu_time else time.perf_counter
+    threads = 1 if args.cpu_time else args.threads
+    device = resolve_device(make_config("wikitext103", {"threads": threads}).compute)
     step = our_step(config, device, *(t.to(device.device) for t in make_batch(config, batch)), args.optimizer)
     rounds = args.rounds if name == "small" else max(3, args.rounds // 4)
-    rates = [matmul_rate(device)]
-    steps = {"ours": lambda: timed(step, device)}
+    rates = [product_rate(device, clock)]
+    steps = {"ours": lambda: timed(step, device, clock)}
     if device.device.type == "cpu":
-        with nano_process(config, batch) as nano:
+        with nano_process(config, batch, clock) as nano:
             times = measure({**steps, "nanoGPT": nano}, rounds)
     else:
         times = measure(steps, rounds)
-    rates.append(matmul_rate(device))
+    rates.append(product_rate(device, clock))
     report(name, config, batch, device, times, max(rates))
     if args.profile:
         show_profile(step)
@@ -193,7 +205,7 @@ def report(name: str, config: ModelConfig, batch: int, device: Device, times: di
     flops = tokens * GPT(config).flops_per_token()
     causal = flops - tokens * 6 * config.n_layer * config.n_embd * config.block_size
     print(f"\n{name}: {config.num_params:,} parameters, {batch} x {config.block_size} tokens, {device.line}")
-    print(f"matrix products, 2048 cubed, {str(device.dtype).removeprefix('torch.')}: {rate / 1e9:,.0f} GFLOP/s")
+    print(f"large matrix products, {str(device.dtype).removeprefix('torch.')}: {rate / 1e9:,.0f} GFLOP/s")
     for what, seconds in times.items():
         t = statistics.median(seconds)
         spread = f"{min(seconds) * 1e3:,.0f} to {max(seconds) * 1e3:,.0f}"
@@ -210,6 +222,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12, help="steps of each kind (a quarter of it for the 126M shape)")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--optimizer", default="adamw", choices=["adamw", "muon", "galore"])
+    parser.add_argument("--cpu-time", action="store_true", help="one thread, processor seconds instead of the wall clock")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     for name in SHAPES if args.shape == "both" else [args.shape]:
