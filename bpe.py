@@ -13,6 +13,7 @@ stay inside: a word with its space, or a match of the byte pattern (tokenizer.py
 import heapq
 import itertools
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -61,46 +62,44 @@ def ordered_map(function: Callable[[Any], Any], items: Iterable[Any], threads: i
             yield future.result()
 
 
-def windows(texts: Iterable[bytes]) -> Iterator[np.ndarray]:
-    """The texts, END behind each, as uint8 arrays of about WINDOW bytes (and MARGIN more) that no piece crosses."""
-    waiting, size = [], 0
+def to_utf8(text: str) -> bytes:
+    """UTF-8, with U+FFFD for every lone surrogate, which UTF-8 cannot express."""
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError:
+        return re.sub("[\ud800-\udfff]", "\ufffd", text).encode("utf-8")
+
+
+# In front of a space between two visible ASCII characters no piece is cut, and nothing before decides what comes behind.
+_SAFE_CUT = re.compile("[!-~](?= [!-~])")
+
+
+def windows(texts: Iterable[str]) -> Iterator[np.ndarray]:
+    """The texts in UTF-8, END behind each, as arrays of about WINDOW bytes (and MARGIN more) that no piece crosses."""
+    waiting: list[bytes] = []
+    size = 0
     for text in texts:
-        waiting.append(text)
-        size += len(text) + 1
+        low = 0
+        while len(text) - low > WINDOW and (cut := _SAFE_CUT.search(text, low + WINDOW)):
+            yield _window([*waiting, to_utf8(text[low : cut.end()])], closed=False)
+            waiting, size, low = [], 0, cut.end()
+        waiting.append(to_utf8(text[low:]))
+        size += len(waiting[-1]) + 1
         if size >= WINDOW:
-            yield from _cut(waiting)
+            yield _window(waiting, closed=True)
             waiting, size = [], 0
     if waiting:
-        yield from _cut(waiting)
+        yield _window(waiting, closed=True)
 
 
-def _cut(texts: list[bytes]) -> Iterator[np.ndarray]:
-    joined = texts[0] if len(texts) == 1 else bytes([END]).join(texts)
-    data, low = np.frombuffer(joined, np.uint8), 0
-    while low <= len(data):
-        high = _safe_cut(data, low + WINDOW)
-        last = int(high == len(data))  # then END closes the text, if need be in a window of its own
-        window = np.full(high - low + last + MARGIN, END, np.uint8)
-        seen = data[low : high + 1]  # one byte more: whether a space or END follows decides what the last word is
-        window[: len(seen)] = seen
-        yield window
-        low = high + last
-
-
-def _safe_cut(data: np.ndarray, at: int) -> int:
-    """The first place from `at` on that no piece crosses and across which nothing decides how pieces are cut.
-
-    That is behind END, or in front of a space between two visible ASCII characters.
-    """
-    step = 1 << 16
-    while at < len(data):
-        part = data[at : at + step]
-        visible = (part > 0x20) & (part < 0x7F)
-        cuts = np.flatnonzero((visible[:-2] & (part[1:-1] == 0x20) & visible[2:]) | (part[:-2] == END))
-        if len(cuts):
-            return at + int(cuts[0]) + 1
-        at += max(1, len(part) - 2)
-    return len(data)
+def _window(texts: list[bytes], closed: bool) -> np.ndarray:
+    """One window; where its last text goes on (not `closed`), it is the space to come that stands behind it."""
+    data = np.frombuffer(bytes([END]).join(texts), np.uint8)
+    window = np.full(len(data) + closed + MARGIN, END, np.uint8)
+    window[: len(data)] = data
+    if not closed:
+        window[len(data)] = 0x20
+    return window
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -339,7 +338,7 @@ class Counts:
         self._pending = {1: 0, 2: 0}
         self._long: Counter[Piece] = Counter()
 
-    def add_all(self, texts: Iterable[bytes], threads: int) -> None:
+    def add_all(self, texts: Iterable[str], threads: int) -> None:
         for short, medium, long in ordered_map(self._count, windows(texts), threads):
             self._add(1, short)
             self._add(2, medium)
@@ -444,8 +443,8 @@ def code_points(text: np.ndarray) -> np.ndarray:
     """One int32 for each character of whole UTF-8 text, END_POINT for END."""
     lead = text[(text & 0xC0) != 0x80]
     points = lead.astype(np.int32)
-    points[lead == END] = END_POINT
-    points[_is_wide_lead(lead)] = _decode_wide(text, np.flatnonzero(_is_wide_lead(text)))[1]
+    points[np.flatnonzero(lead == END)] = END_POINT
+    points[np.flatnonzero(_is_wide_lead(lead))] = _decode_wide(text, np.flatnonzero(_is_wide_lead(text)))[1]
     return points
 
 
@@ -490,7 +489,7 @@ class Learner:
         # Anything works; this starts slightly below the count of the last merge on natural text.
         ends = np.flatnonzero(self.cells == 0)
         words = self.weights[ends[np.diff(ends, prepend=-1) > 2]].sum(dtype=np.int64)  # of two symbols and more
-        self.threshold = int(words) // (7 * vocab_size)
+        self.threshold = int(words) // (6 * vocab_size)
         self._forget_pairs()
 
     def _forget_pairs(self) -> None:
@@ -1085,7 +1084,7 @@ class Encoder:
         self.store, self.stored = np.empty(1 << 16, self.dtype), 0
         self.tables[0].insert((_PADDING[:1],), np.zeros(1, np.int64))  # END alone: no tokens
 
-    def encode(self, texts: Iterable[bytes], threads: int) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, texts: Iterable[str], threads: int) -> tuple[np.ndarray, np.ndarray]:
         """All ids, uint32 (N,), and where each text starts and ends in them, int64 (texts + 1,)."""
         ids, offsets, total = [np.zeros(0, np.uint32)], [np.zeros(1, np.int64)], 0
         source = windows(texts)

@@ -81,7 +81,8 @@ def random_corpus(rng: random.Random) -> tuple[list[str], str, int, int]:
 
 def test_incremental_trainer_equals_naive_rescan():
     """Catches a count that went wrong on runs such as aaaa, ties broken otherwise, a merge into a special token."""
-    from tokenizer import BPETokenizer, to_utf8
+    from bpe import to_utf8
+    from tokenizer import BPETokenizer
 
     rng, total = random.Random(1), 0
     for i in range(150):

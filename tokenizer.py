@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 import bpe
+from bpe import to_utf8
 from common import UserError, run_main, write_text
 from config import SPECIAL_TOKENS, parse_config
 from unicode_ranges import LETTERS, NUMBERS
@@ -54,18 +55,6 @@ def split_words(text: str) -> list[str]:
 def split_bytes(text: str) -> list[str]:
     """`byte` pieces: they join to `text`."""
     return byte_pattern().findall(text)
-
-
-def without_surrogates(text: str) -> str:
-    """`text` with U+FFFD for every lone surrogate, which UTF-8 cannot express."""
-    return re.sub("[\ud800-\udfff]", "\ufffd", text)
-
-
-def to_utf8(text: str) -> bytes:
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError:
-        return without_surrogates(text).encode("utf-8")
 
 
 class BPETokenizer:
@@ -123,7 +112,7 @@ class BPETokenizer:
         if kind not in ("word", "byte"):
             raise ValueError(f"kind is {kind!r}, but only word and byte can be trained")
         counts = bpe.Counts(bpe.word_spans if kind == "word" else bpe.byte_spans)
-        counts.add_all(map(to_utf8, texts), bpe.cpu_count())
+        counts.add_all(texts, bpe.cpu_count())
         pieces, count, left_out = counts.pieces()
         del counts
         if len(pieces) == 0:
@@ -220,7 +209,7 @@ class BPETokenizer:
         """
         if self._encoder is None:
             self._encoder = self._make_encoder()
-        return self._encoder.encode(map(to_utf8, texts), threads)
+        return self._encoder.encode(texts, threads)
 
     def _make_encoder(self) -> bpe.Encoder:
         word = self.kind == "word"

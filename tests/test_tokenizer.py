@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bpe
+from bpe import to_utf8
 from common import UserError
 from config import SPECIAL_TOKENS
 from test_model import naive_merges, ordered_merges, random_corpus
-from tokenizer import BPETokenizer, split_bytes, split_words, to_utf8
+from tokenizer import BPETokenizer, split_bytes, split_words
 from unicode_ranges import LETTERS, NUMBERS
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -164,7 +165,7 @@ def test_bulk_splitting_equals_the_plain_splitters(small_windows):
         texts = ["".join(rng.choices(HOSTILE, k=rng.choice([0, 1, 3, 40]))) for _ in range(rng.randint(1, 4))]
         for spans, split in ((bpe.word_spans, split_words), (bpe.byte_spans, split_bytes)):
             counts = bpe.Counts(spans)
-            counts.add_all([to_utf8(text) for text in texts], 2)
+            counts.add_all(texts, 2)
             pieces, numbers, _ = counts.pieces()
             found: Counter[bytes] = Counter()
             for piece, number in zip(pieces.tobytes().split(b"\xff"), numbers.tolist(), strict=False):
