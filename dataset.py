@@ -19,7 +19,6 @@ from config import Config, TrainConfig
 
 IGNORED_TARGET = -100  # what cross_entropy leaves out
 PADDING = -1  # an offset that stands for no window: a row of ignored targets, so that batches keep one shape
-REMAP_EVERY = 64  # batches between two mappings of a token file
 
 # Streams of random numbers drawn from one seed; a stream and a position in it never meet another use.
 WINDOW_STREAM, SHUFFLE_STREAM, MICRO_STEP_STREAM, SAMPLE_STREAM = range(4)
@@ -96,39 +95,35 @@ class TokenData:
 class WindowReader:
     """Reads windows of one split.
 
-    Pages of a mapping stay in resident memory once touched, until a long run has the whole file there; so the file is
-    mapped anew now and then.
+    By plain reads, not through a memory map: pages of a map count as resident memory once touched, and the system may map
+    megabytes around each, until a long run holds the whole file.
     """
 
     def __init__(self, data: TokenData, split: str, block_size: int) -> None:
-        self.data, self.split, self.block_size = data, split, block_size
-        self.num_tokens = data.num_tokens(split)
-        self._reads = 0
+        self.block_size, self.dtype, self.num_tokens = block_size, data.dtype, data.num_tokens(split)
+        self._file = open(data.path(split), "rb", buffering=0)
 
     def read(self, offsets: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (B, T) of the windows at `offsets` (B,)."""
-        if self._reads % REMAP_EVERY == 0:
-            self._tokens = self.data.split(self.split)
-        self._reads += 1
-        return batch(self._tokens, offsets, self.block_size)
+        """Inputs and targets, both int64 (B, T), of the windows that begin at `offsets` (B,).
+
+        Targets behind the end of the tokens, and all of a PADDING row, are IGNORED_TARGET.
+        """
+        ids = np.zeros((len(offsets), self.block_size + 1), self.dtype)
+        for row, offset in zip(ids, offsets, strict=True):
+            if offset != PADDING:
+                self._file.seek(int(offset) * self.dtype.itemsize)
+                self._file.readinto(row)
+        x, y = ids[:, :-1].astype(np.int64), ids[:, 1:].astype(np.int64)
+        y[np.arange(self.block_size) >= self._targets(offsets)[:, None]] = IGNORED_TARGET
+        return torch.from_numpy(x), torch.from_numpy(y)
+
+    def _targets(self, offsets: np.ndarray) -> np.ndarray:
+        """Targets in each of the windows at `offsets` that are not ignored."""
+        return np.where(offsets == PADDING, 0, np.minimum(self.block_size, self.num_tokens - 1 - offsets))
 
     def count_targets(self, offsets: np.ndarray) -> int:
-        """Targets in the windows at `offsets` that are not ignored."""
-        whole = np.minimum(self.block_size, self.num_tokens - 1 - offsets)
-        return int(np.where(offsets == PADDING, 0, whole).sum())
-
-
-def batch(tokens: np.ndarray, offsets: np.ndarray, block_size: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, both int64 (B, T), of the windows of `tokens` that begin at `offsets` (B,).
-
-    Targets behind the end of the tokens, and all of a PADDING row, are IGNORED_TARGET.
-    """
-    at = offsets[:, None] + np.arange(block_size + 1)  # (B, T + 1)
-    inside = (at < len(tokens)) & (offsets[:, None] != PADDING)
-    ids = tokens[np.where(inside, at, 0)].astype(np.int64)
-    x = np.ascontiguousarray(ids[:, :-1])
-    y = np.where(inside[:, 1:], ids[:, 1:], IGNORED_TARGET)
-    return torch.from_numpy(x), torch.from_numpy(y)
+        """Targets in all these windows together."""
+        return int(self._targets(offsets).sum())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
