@@ -41,10 +41,11 @@ POLICIES = {"bom": "one leading dropped per file", "newlines": "CRLF becomes LF"
 
 BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile("[\ud800-\udfff]")
-# ` = Title = ` with exactly one `=` on each side, and (not consumed) an empty line behind it.
-_TITLE = r"\n( = (?![= ])[^\r\n]{1,2000}(?<![= ]) =[ \t]*\r?\n)(?=[ \t]*\r?\n)"
+# An empty line, then ` = Title = ` with exactly one `=` on each side, then (not consumed, it may lead to another title) an
+# empty line. The title begins where the first group ends.
+_TITLE = r"(\n[ \t]*\r?\n) = (?![= ])[^\r\n]{1,2000}(?<![= ]) =[ \t]*(?=\r?\n[ \t]*\r?\n)"
 _TITLE_TEXT, _TITLE_BYTES = re.compile(_TITLE), re.compile(_TITLE.encode())
-_LINE_END, _BLANK_LINE = re.compile(rb"\n()"), re.compile(rb"\n[ \t]*\r?\n()")
+_LINE_END, _BLANK_LINE = re.compile(rb"(\n)"), re.compile(rb"(\n[ \t]*\r?\n)")
 
 
 @dataclass(frozen=True)
@@ -209,14 +210,14 @@ class Corpus:
                 yield functools.partial(iter, (part,))
 
     def _boundary(self, kind: str) -> re.Pattern[bytes] | None:
-        """Where a file may be cut: at the start of the match's last group, which opens a document. None: nowhere."""
+        """Where a file may be cut: behind the first group of a match. None: nowhere."""
         if kind == "wikitext":
             return _TITLE_BYTES
         if kind == "jsonl":
             return _LINE_END
         if self.separator:
             pattern = re.escape(self.separator.encode("utf-8")).replace(rb"\n", b"\r?\n").replace(b"\\\n", b"\r?\n")
-            return re.compile(pattern + b"()")
+            return re.compile(b"(" + pattern + b")")
         return _BLANK_LINE if self.splitting["unit"] == "piece" else None
 
     @property
@@ -227,33 +228,39 @@ class Corpus:
     def read(self, block: Block) -> Documents:
         """The documents of a block. Raises UserError naming file and byte offset where the text cannot be read."""
         documents = Documents()
-        found = []
+        texts: list[str] = []
+        files: list[int] = []
         for part in block:
-            for text in self._texts(part, documents.counts):
-                if text and not text.isspace():
-                    found.append((text, part.file))
-                else:
-                    documents.counts["empty documents dropped"] += 1
-        for text, file in self._drawn(found, block[0]):
-            split = self.files[file].split
-            split = self._split_of(text) if split == "hash" else split
+            found = list(self._texts(part, documents.counts))
+            kept = [text for text in found if text and not text.isspace()]
+            if len(kept) < len(found):
+                documents.counts["empty documents dropped"] += len(found) - len(kept)
+            texts += kept
+            files += [part.file] * len(kept)
+        if self.settings.shuffle_seed >= 0 or self.settings.keep_fraction < 1.0:
+            drawn = self._drawn(texts, block[0])
+            texts, files = [texts[n] for n in drawn], [files[n] for n in drawn]
+        split = self.files[block[0].file].split  # the same for all files of a block
+        if split != "hash":
+            documents.texts[split], documents.files[split] = texts, files
+            return documents
+        for text, file in zip(texts, files, strict=True):
+            split = self._split_of(text)
             documents.texts[split].append(text)
             documents.files[split].append(file)
         return documents
 
-    def _drawn(self, found: list[tuple[str, int]], first: Part) -> list[tuple[str, int]]:
-        """The documents of a block that are kept, in their final order; both go by a hash of seed and text.
+    def _drawn(self, texts: list[str], first: Part) -> list[int]:
+        """Which documents of a block are kept, in their final order; both go by a hash of seed and text.
 
         Of n documents n * keep_fraction are kept, rounded up or down by a hash of the block's place, so that over many
         blocks the share is right.
         """
-        settings = self.settings
-        if settings.shuffle_seed < 0 and settings.keep_fraction == 1.0:
-            return found
-        order = sorted(range(len(found)), key=lambda n: _digest(settings.shuffle_seed, found[n][0]))
-        place = _digest(settings.shuffle_seed, f"{first.file}/{first.start}")
-        kept = order[: int(len(found) * settings.keep_fraction + int.from_bytes(place[:4], "big") / 2**32)]
-        return [found[n] for n in (kept if settings.shuffle_seed >= 0 else sorted(kept))]
+        seed, share = self.settings.shuffle_seed, self.settings.keep_fraction
+        order = sorted(range(len(texts)), key=lambda n: _digest(seed, texts[n]))
+        place = _digest(seed, f"{first.file}/{first.start}")
+        kept = order[: int(len(texts) * share + int.from_bytes(place[:4], "big") / 2**32)]
+        return kept if seed >= 0 else sorted(kept)
 
     def _split_of(self, text: str) -> str:
         if self.splitting["unit"] == "chunk":
@@ -394,18 +401,15 @@ def _line_of(path: Path, part: Part, number: int) -> str:
 # Text into documents
 
 
-def _articles(text: str) -> Iterator[str]:
-    """WikiText articles. A block begins with a title (or the file's first lines), so its start is always one."""
-    titles = (match.start(1) for match in _TITLE_TEXT.finditer(text) if _behind_empty_line(match, "\n"))
-    starts = [0, *titles, len(text)]
-    return (text[a:b] for a, b in itertools.pairwise(starts) if text[a:b].strip())
+def _articles(text: str) -> list[str]:
+    """WikiText articles, without the empty lines behind them: else an article's text would depend on what follows it.
 
-
-def _behind_empty_line(match: re.Match, newline: str | bytes, *, whole: bool = True) -> bool:
-    """Whether the line before a title is empty. `whole` is False where the text may begin within a line."""
-    end = match.start()
-    start = match.string.rfind(newline, 0, end)
-    return (start >= 0 or whole) and not match.string[start + 1 : end].strip()
+    A block begins with a title (or the file's first lines), so its start is always that of an article.
+    """
+    padded = "\n" + text  # so that a title in the first lines of a file is behind an empty line too
+    starts = [1, *(match.end(1) for match in _TITLE_TEXT.finditer(padded)), len(padded)]
+    articles = [padded[a:b].rstrip() for a, b in itertools.pairwise(starts)]
+    return [article for article in articles if article]
 
 
 def _separated(text: str, separator: str) -> Iterator[str]:
@@ -465,9 +469,8 @@ def _find_boundary(file: IO[bytes], boundary: re.Pattern[bytes], position: int, 
     while position < size:
         file.seek(position)
         data = file.read(window)
-        for match in boundary.finditer(data):
-            if boundary is not _TITLE_BYTES or _behind_empty_line(match, b"\n", whole=False):
-                return position + match.start(1)
+        if match := boundary.search(data):
+            return position + match.end(1)
         position += window - OVERLAP_BYTES
         window = min(2 * window, 1 << 20)
     return size

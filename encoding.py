@@ -9,7 +9,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import re
 import signal
 import threading
 import time
@@ -25,7 +24,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from bpe import cpu_count
+from bpe import WIDE_WHITESPACE, WORD_WHITESPACE, cpu_count
 from common import UserError, atomic_write, fsync_dir
 from corpus import BLOCK_BYTES, SPLITS, Block, Corpus, Documents, document_hash
 from tokenizer import BPETokenizer
@@ -33,10 +32,11 @@ from tokenizer import BPETokenizer
 COMMIT_SECONDS = 1.0
 LARGEST_UINT16_VOCAB = 1 << 16
 
-# Whitespace as str.split() knows it: the bytes that are, and (as UTF-8) the characters that take more than one.
-_IS_SPACE = np.zeros(256, bool)
-_IS_SPACE[[9, 10, 11, 12, 13, 28, 29, 30, 31, 32]] = True
-_WIDE_SPACE = re.compile(rb"\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2(?:\x80[\x80-\x8a\xa8\xa9\xaf]|\x81\x9f)|\xe3\x80\x80")
+# Kinds of bytes for `measure`: 1 is whitespace to str.split(), 2 may begin a whitespace character of several bytes.
+_WIDE = [c.encode("utf-8") for c in WIDE_WHITESPACE]
+_BYTE_KINDS = bytes(1 if chr(b) in WORD_WHITESPACE and b < 0x80 else 2 * (b in {c[0] for c in _WIDE}) for b in range(256))
+_WIDE_2 = np.array([int.from_bytes(c, "big") for c in _WIDE if len(c) == 2], np.uint32)
+_WIDE_3 = np.array([int.from_bytes(c, "big") for c in _WIDE if len(c) == 3], np.uint32)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -127,12 +127,23 @@ def measure(texts: Sequence[str]) -> tuple[int, int, int]:
     Counted on the bytes at once: splitting them would take as long as encoding. `["a  b", "c"]` gives (3, 5, 4).
     """
     data = "\n".join(texts).encode("utf-8")
-    source_bytes = len(data) - (len(texts) - 1)
+    kinds = np.frombuffer(data.translate(_BYTE_KINDS), np.uint8)
+    space = kinds == 1
     if not data.isascii():
-        data = _WIDE_SPACE.sub(b" ", data)
-    space = _IS_SPACE[np.frombuffer(data, np.uint8)]
-    words = int(np.count_nonzero(space[:-1] & ~space[1:])) + int(not space[0])
-    return words, source_bytes, len(data) - int(np.count_nonzero(space)) + words - len(texts)
+        _mark_wide_spaces(data, np.flatnonzero(kinds == 2), space)
+    words = int(np.count_nonzero(space[:-1] > space[1:])) + int(not space[0])
+    between = len(texts) - 1
+    return words, len(data) - between, len(data) - int(np.count_nonzero(space)) + words - len(texts)
+
+
+def _mark_wide_spaces(data: bytes, at: np.ndarray, space: np.ndarray) -> None:
+    """Sets `space` for the bytes of whitespace characters that begin at some of the places `at`."""
+    padded = np.frombuffer(data + b"\0\0", np.uint8)
+    two = padded[at].astype(np.uint32) << 8 | padded[at + 1]
+    wide_2, wide_3 = at[np.isin(two, _WIDE_2)], at[np.isin(two << 8 | padded[at + 2], _WIDE_3)]
+    for places, size in ((wide_2, 2), (wide_3, 3)):
+        for i in range(size):
+            space[places + i] = True
 
 
 def without(documents: Documents, dropped: set[int]) -> Documents:
@@ -171,7 +182,7 @@ class WorkerPool:
         self._executor: ProcessPoolExecutor | None = None
         if workers > 1:
             context = multiprocessing.get_context("spawn")  # the one way that every system has
-            start = (corpus, tokenizer.to_json())
+            start = (corpus, tokenizer)
             self._executor = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=start)
 
     def __enter__(self) -> "WorkerPool":
@@ -218,10 +229,10 @@ class _Worker:
     encoder: BlockEncoder
 
 
-def _start_worker(corpus: Corpus, tokenizer_json: str) -> None:
+def _start_worker(corpus: Corpus, tokenizer: BPETokenizer) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends the workers
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    _Worker.encoder = BlockEncoder(corpus, BPETokenizer.from_json(tokenizer_json))
+    _Worker.encoder = BlockEncoder(corpus, tokenizer)
 
 
 def _die_with_parent() -> None:
