@@ -628,6 +628,8 @@ def parse_config(
     args = parser.parse(argv)
     names = [f.name for fields in selected.values() for f in fields]
     args.given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    if args.given.get("max_epochs") and "max_iters" not in args.given:
+        args.given["max_iters"] = 0  # else the preset's number of steps would make --max-epochs a flag without effect
     now = args.given
     if getattr(args, "resume", False):
         # The rest goes on top of the checkpoint's settings, and is checked with them; now only its place is needed.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint import has_checkpoints, newest_readable, promote, remove_run, remove_temporaries, stored_config
-from common import UserError
+from common import UserError, write_json
 from config import SECTIONS, Config, ModelConfig, flag_of
 from dataset import TokenData, count_steps
 from distributed import World
@@ -115,15 +115,16 @@ def check_schedule(config: Config, data: TokenData, world: World) -> int:
     return steps
 
 
-def tidy_folder(start: Start) -> None:
-    """Puts the run's folder in order, for the process that holds its lock."""
+def tidy_folder(start: Start) -> list[str]:
+    """Puts the run's folder in order, for the process that holds its lock; returns lines that say what was removed."""
     run_dir = start.config.run_dir
-    for name in remove_temporaries(run_dir):
-        start.notes.append(f"removed {name}, left by a save that was killed")
-    if start.path is not None:
-        promote(start.path, run_dir)
+    removed = remove_temporaries(run_dir)
+    if start.path is None:
+        remove_run(run_dir)
     else:
-        remove_run(run_dir)  # checkpoints only after --overwrite; records also of a run that was killed before its first save
+        promote(start.path, run_dir)
+    write_json(run_dir / "config.json", start.config.to_dict())
+    return [f"removed {name}, left by a save that was killed" for name in removed]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

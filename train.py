@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import FolderLock, Progress, Terminated, UserError, explain_os_error, format_duration, run_main, write_json
+from common import FolderLock, Progress, Terminated, UserError, explain_os_error, format_duration, run_main
 from config import Config, parse_config
 from metrics import MetricsLog
 
@@ -103,7 +103,6 @@ class Trainer:
         self.updater.load(checkpoint, path)
         self.state = TrainState.from_checkpoint(checkpoint)
         self.saved_step = self.state.step
-        self.metrics.cut_back(self.state.step, self.state.last_eval_iter)
 
     def say(self, line: str) -> None:
         if self.progress is not None:
@@ -118,6 +117,7 @@ class Trainer:
         """Trains from where `state` stands to the end of the schedule or to a signal; both end with a checkpoint."""
         from device import matmul_rate
 
+        self.metrics.cut_back(self.state.step, self.state.last_eval_iter)
         self.peak_flops = matmul_rate(self.device) * self.world.size
         self.clock, self.interval_s, self.interval_tokens = time.monotonic(), 0.0, 0
         if self.world.is_main:
@@ -354,11 +354,11 @@ def train_run(config: Config, args: argparse.Namespace, world: "World", stop: "S
         check_start(config, args)  # again: another process may have held the lock
         start = start or resumed_run(config, args)
         check_schedule(start.config, start.data, world)
-        world.any(False)  # all have read the folder before the main process changes it
-        if world.is_main:
-            tidy_folder(start)
         with explained_out_of_memory(start.config):
             trainer = make_trainer(start, world, stop, args.init_from)
+            # Last, so that a run that is started over goes only when the new one can begin.
+            for line in tidy_folder(start) if world.is_main else []:
+                trainer.say(line)
             trainer.train()
         end(trainer)
 
@@ -384,8 +384,6 @@ def make_trainer(start: "Start", world: "World", stop: "StopSignals", init_from:
         start.checkpoint = None  # the second copy of everything is freed before the first step
     for line in [*start.notes, *describe_run(trainer)]:
         trainer.say(line)
-    if world.is_main:
-        write_json(start.config.run_dir / "config.json", start.config.to_dict())
     return trainer
 
 
