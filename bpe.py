@@ -76,15 +76,17 @@ _SAFE_CUT = re.compile("[!-~](?= [!-~])")
 
 def windows(texts: Iterable[str]) -> Iterator[np.ndarray]:
     """The texts in UTF-8, END behind each, as arrays of about WINDOW bytes (and MARGIN more) that no piece crosses."""
-    waiting: list[bytes] = []
+    waiting: list[str] = []
     size = 0
     for text in texts:
-        low = 0
-        while len(text) - low > WINDOW and (cut := _SAFE_CUT.search(text, low + WINDOW)):
-            yield _window([*waiting, to_utf8(text[low : cut.end()])], closed=False)
-            waiting, size, low = [], 0, cut.end()
-        waiting.append(to_utf8(text[low:]))
-        size += len(waiting[-1]) + 1
+        if len(text) > WINDOW:
+            low = 0
+            while len(text) - low > WINDOW and (cut := _SAFE_CUT.search(text, low + WINDOW)):
+                yield _window([*waiting, text[low : cut.end()]], closed=False)
+                waiting, size, low = [], 0, cut.end()
+            text = text[low:]
+        waiting.append(text)
+        size += len(text) + 1
         if size >= WINDOW:
             yield _window(waiting, closed=True)
             waiting, size = [], 0
@@ -92,9 +94,9 @@ def windows(texts: Iterable[str]) -> Iterator[np.ndarray]:
         yield _window(waiting, closed=True)
 
 
-def _window(texts: list[bytes], closed: bool) -> np.ndarray:
+def _window(texts: list[str], closed: bool) -> np.ndarray:
     """One window; where its last text goes on (not `closed`), it is the space to come that stands behind it."""
-    data = np.frombuffer(bytes([END]).join(texts), np.uint8)
+    data = np.frombuffer(bytes([END]).join(map(to_utf8, texts)), np.uint8)
     window = np.full(len(data) + closed + MARGIN, END, np.uint8)
     window[: len(data)] = data
     if not closed:
@@ -968,7 +970,7 @@ def _round(
     all_tokens, all_best = tokens.reshape(-1), best.reshape(-1)  # views: both arrays are fresh and contiguous
     all_tokens[flat] = new
     for side, inside in ((-1, place > 0), (0, place < len(tokens) - 1)):  # the pairs that end and that start with `new`
-        i = np.flatnonzero(inside > ended)
+        i = (inside > ended).nonzero()[0]
         at = flat[i] + side * len(place)
         left, right = (all_tokens[at], new[i]) if side else (new[i], all_tokens[at + len(place)])
         orders = table.find(left, right)
@@ -1058,6 +1060,7 @@ class Encoder:
 
     MOST_PIECES = 1 << 20  # about 80 MB
     MOST_TOKENS = 1 << 23
+    GROUP = 4  # windows whose new pieces are encoded together: more are alike, and the columns are wider
 
     def __init__(
         self,
@@ -1088,7 +1091,7 @@ class Encoder:
         """All ids, uint32 (N,), and where each text starts and ends in them, int64 (texts + 1,)."""
         ids, offsets, total = [np.zeros(0, np.uint32)], [np.zeros(1, np.int64)], 0
         source = windows(texts)
-        while group := list(itertools.islice(source, threads)):
+        while group := list(itertools.islice(source, max(threads, self.GROUP))):
             if self.stored > self.MOST_TOKENS or sum(table.size for table in self.tables) + len(self.long) > self.MOST_PIECES:
                 self._forget()
             looked_up = list(ordered_map(self._look_up, group, threads))
