@@ -486,7 +486,7 @@ class Learner:
         self.cells = cells.astype(np.uint32 if wide else np.uint16)
         self.weights = weights
         self.tokens, self.first_id, self.vocab_size = tokens, first_id, vocab_size
-        self.width = np.ones(vocab_size, np.int64)
+        self.width = np.ones(min(vocab_size, len(tokens) + len(cells)), np.int64)
         self.place_dtype = np.int32 if len(cells) < 1 << 31 else np.int64
         # Anything works; this starts slightly below the count of the last merge on natural text.
         ends = np.flatnonzero(self.cells == 0)
@@ -537,8 +537,8 @@ class Learner:
         lists = []
         for first, last in zip(firsts[chosen].tolist(), np.append(firsts[1:], len(order))[chosen].tolist(), strict=True):
             lists.append(np.concatenate([places[starts[i] : ends[i]] for i in order[first:last]]))
-        width = np.uint64(len(self.tokens))
-        self._count((keys[chosen] // width).astype(np.int64), (keys[chosen] % width).astype(np.int64), sums[chosen], lists)
+        left, right = np.divmod(keys[chosen].astype(np.int64), len(self.tokens) - self.first_id)
+        self._count(left + self.first_id, right + self.first_id, sums[chosen], lists)
 
     def _read(self, places: np.ndarray, low: int) -> tuple[np.ndarray, ...]:
         """The pairs that start in one chunk of the cells: keys, counts, and from where to where their positions stand.
@@ -551,20 +551,14 @@ class Learner:
         left = self.cells[at].astype(np.int64)
         right = self.cells[at + self.width[left]].astype(np.int64)
         pair = right != 0
-        at, key = at[pair], left[pair] * len(self.tokens) + right[pair]
-        narrow = key - (len(self.tokens) + 1) * self.first_id  # of the first two tokens: 0
-        small = len(narrow) > 0 and int(narrow.max()) < 1 << 16
-        order, _, starts = grouped(narrow.astype(np.uint16 if small else np.uint64))
+        ids = len(self.tokens) - self.first_id
+        at, key = at[pair], (left[pair] - self.first_id) * ids + right[pair] - self.first_id
+        order, keys, starts = grouped(key.astype(np.uint16 if ids * ids <= 1 << 16 else np.uint64))
         at = at[order]
         places[low : low + len(at)] = at
         sums = np.add.reduceat(self.weights[at], starts, dtype=np.int64) if len(at) else np.zeros(0, np.int64)
-        starts_in_all = starts + low
-        return (
-            key[order[starts]].astype(np.uint64),
-            sums,
-            starts_in_all,
-            np.append(starts_in_all[1:], low + len(at))[: len(starts)],
-        )
+        ends = np.append(starts[1:], len(at))[: len(starts)]
+        return keys.astype(np.uint64), sums, starts + low, ends + low
 
     def _count(self, left: np.ndarray, right: np.ndarray, counts: np.ndarray, places: list[np.ndarray]) -> None:
         """Takes up pairs that were never counted before."""
