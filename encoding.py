@@ -77,6 +77,7 @@ class BlockEncoder:
             texts = documents.texts[split][:most]
             if texts:
                 ids, offsets = self.tokenizer.encode_to_array(texts)
+                assert len(offsets) == len(texts) + 1, f"{len(texts)} documents, but {len(offsets)} offsets"
                 encoded.ids[split] = self.with_separators(ids, offsets)
                 encoded.stats[split] = self._measure(texts, ids, offsets)
                 encoded.files[split] = dict(Counter(documents.files[split][:most]))
