@@ -19,7 +19,7 @@ from checkpoint import LoadedModel, find_checkpoint, load_checkpoint, load_model
 from common import UserError
 from config import Config, ModelConfig, flag_of
 from hf_gpt2 import from_hf_state, is_hf_folder, load_hf_folder, read_hf_config, read_hf_state, read_hf_tokenizer
-from model import GPT
+from model import GPT, RMS_EPS, CausalSelfAttention, rotate
 from sampling import CachedDecoder, Decoder, UncachedDecoder
 from tokenizer import BPETokenizer
 
@@ -51,8 +51,9 @@ def open_decoder(
     """A decoder at the best speed of its device, the tokenizer, and one line that says what they are."""
     loaded, path = open_model(config, explicit)
     model, weights = prepare(loaded, config.compute.dtype, quantize)
-    decoder = CachedDecoder(model) if use_cache else UncachedDecoder(model)
     where = loaded.device.device
+    cached = LeanDecoder if where.type == "cpu" and config.compute.attention == "fused" else CachedDecoder
+    decoder = cached(model) if use_cache else UncachedDecoder(model)
     threads = f" ({torch.get_num_threads()} threads)" if where.type == "cpu" else ""
     return decoder, loaded.tokenizer, f"{title(loaded, path)}, {weights} weights, {where}{threads}"
 
@@ -69,6 +70,44 @@ def prepare(loaded: LoadedModel, dtype: str, quantize: str = "none") -> tuple[GP
     if device.device.type == "cpu" and device.dtype == torch.float16:
         raise UserError("--dtype float16 is slow on this CPU; use --dtype bfloat16 or float32")
     return model.to(device.dtype), str(device.dtype).removeprefix("torch.")
+
+
+class LeanDecoder(CachedDecoder):
+    """CachedDecoder with the step written out for one token a sequence: the same sums in fewer and smaller operations.
+
+    At 10 ms a token, several hundred reshapings and copies of 768 numbers show.
+    """
+
+    @torch.inference_mode()
+    def step(self, ids: Tensor) -> Tensor:
+        model, position = self.model, self._cache.length
+        x = model.transformer.wte(ids)  # (B, C)
+        rotary = None
+        if model.config.position == "learned":
+            x = x + model.transformer.wpe.weight[position]
+        else:
+            rotary = model.rotary_cos[position], model.rotary_sin[position]
+        if model.config.embedding_norm:
+            x = F.rms_norm(x, (model.config.n_embd,), eps=RMS_EPS)
+        for layer, block in enumerate(model.transformer.h):
+            x = x + self._attend(block.attn, block.ln_1(x), layer, rotary)
+            x = x + block.mlp.c_proj(block.mlp.activate(block.mlp.c_fc(block.ln_2(x))))
+        self._cache.length = position + 1
+        return model.logits(model.transformer.ln_f(x))
+
+    def _attend(self, attn: CausalSelfAttention, x: Tensor, layer: int, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Attention of the newest token (B, C) over all before it and itself."""
+        cache, position = self._cache, self._cache.length
+        q, k, v = attn.c_attn(x).view(-1, 3, attn.n_head, attn.head_dim).unbind(1)  # each (B, n_head, head_dim)
+        if attn.q_norm is not None:
+            q, k = attn.q_norm(q), attn.k_norm(k)
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
+        cache.k[layer].select(2, position).copy_(k)
+        cache.v[layer].select(2, position).copy_(v)
+        keys, values = (buffer[layer].narrow(2, 0, position + 1) for buffer in (cache.k, cache.v))
+        y = F.scaled_dot_product_attention(q.unsqueeze(2).type_as(keys), keys, values)  # (B, n_head, 1, head_dim)
+        return attn.c_proj(y.reshape(len(x), -1))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

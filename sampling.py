@@ -155,7 +155,7 @@ def _draw(
     logits: Tensor, context: Tensor, sample: SampleConfig, generator: torch.Generator | None, never: Sequence[int]
 ) -> Tensor:
     logits = logits.float().cpu()
-    if logits.isnan().any():
+    if logits.sum().isnan():
         raise UserError("the model's output is not a number; damaged weights, or too low a precision (--dtype float32)")
     if sample.repetition_penalty != 1.0:
         logits = penalise_repeats(logits, context, sample.repetition_penalty)

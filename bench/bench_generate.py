@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from config import ComputeConfig, ModelConfig, SampleConfig
 from device import resolve_device
 from hf_gpt2 import to_hf_config, to_hf_state
-from inference import Float16Linear, Int8Linear, has_fbgemm, replace_linears
+from inference import Float16Linear, Int8Linear, LeanDecoder, has_fbgemm, replace_linears
 from model import GPT
-from sampling import CachedDecoder, generate_batch
+from sampling import generate_batch
 
 PROMPT_TOKENS = 16
 
@@ -46,7 +46,7 @@ def weights_per_token(config: ModelConfig) -> int:
 
 
 def our_writer(model: GPT) -> Callable[[torch.Tensor, int], list[int]]:
-    decoder = CachedDecoder(model)
+    decoder = LeanDecoder(model)
 
     def write(prompt: torch.Tensor, count: int) -> list[int]:
         return [ids.item() for ids in generate_batch(decoder, prompt, count, SampleConfig(temperature=0.0))]

@@ -9,7 +9,7 @@ from tiny_models import random_model, tiny_config, tiny_tokenizer
 
 from common import UserError
 from config import SampleConfig
-from inference import Float16Linear, Int8Linear, has_fbgemm, replace_linears
+from inference import Float16Linear, Int8Linear, LeanDecoder, has_fbgemm, replace_linears
 from model import GPT
 from sampling import (
     CachedDecoder,
@@ -111,10 +111,21 @@ def test_same_text_with_and_without_cache_at_every_length_around_the_edge(model)
         assert texts[0] == texts[1], length
 
 
-def test_cached_logits_equal_those_of_one_pass(model):
-    """Would catch keys stored at the wrong position: the first wrong logits are small errors that greedy text can hide."""
+ROTARY = {"position": "rotary", "qk_norm": True}
+VARIANTS = {
+    "gpt2": {"bias": True, "activation": "gelu_tanh", "tied_head": False},
+    "qwen3": ROTARY | {"norm": "rmsnorm", "activation": "swiglu"},
+    "nanochat": ROTARY | {"norm": "rmsnorm_plain", "activation": "relu2", "embedding_norm": True, "logit_softcap": 5.0},
+}
+
+
+@pytest.mark.parametrize("kind", [CachedDecoder, LeanDecoder])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_cached_logits_equal_those_of_one_pass(variant, kind):
+    """Would catch keys stored at the wrong position, or a step that leaves out what a variant of the model adds."""
+    model = random_model(tiny_config(tiny_tokenizer("byte"), block_size=12, **VARIANTS[variant]))
     idx = torch.randint(0, model.config.vocab_size, (2, 12))
-    decoder = CachedDecoder(model)
+    decoder = kind(model)
     steps = [decoder.prefill(idx[:, :5]), *(decoder.step(idx[:, t]) for t in range(5, 12))]
     with torch.no_grad():
         whole = model(idx)[0][:, 4:]
