@@ -128,6 +128,7 @@ class Trainer:
                 minutes_are_over = self.agree()
                 if improved or minutes_are_over or self.save_is_due():
                     self.save(improved)
+                    self.agree()  # a signal may have come meanwhile
                 if self.state.step == self.max_iters or self.stop_signal is not None:
                     break
                 self.step()

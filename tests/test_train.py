@@ -341,6 +341,21 @@ def test_a_signal_finishes_the_update_and_saves(signum: int, code: int, tmp_path
     assert latest("a")["iter"] == step >= 10 and "Traceback" not in process.output()
 
 
+def test_a_signal_inside_a_save_starts_no_further_update(monkeypatch: pytest.MonkeyPatch):
+    """A half-finished save taken for a good one, or another update, which may take minutes, before the run ends."""
+    original = ck.write_checkpoint
+
+    def write(checkpoint: dict, *rest: Any) -> None:
+        if checkpoint["iter"] == 5:
+            signal.raise_signal(signal.SIGINT)
+        original(checkpoint, *rest)
+
+    monkeypatch.setattr(ck, "write_checkpoint", write)
+    with pytest.raises(KeyboardInterrupt):
+        run("--run", "a")
+    assert latest("a")["iter"] == 5 and [r["step"] for r in records("a", "train")] == [1, 2, 3, 4, 5]
+
+
 def test_a_second_signal_leaves_at_once(tmp_path: Path):
     """A process that cannot be stopped while it saves to a dead network disk."""
     hang = "import checkpoint, time; checkpoint.write_checkpoint = lambda *_: time.sleep(600)"
@@ -411,7 +426,7 @@ def test_mistakes_end_in_one_line(stage: Callable):
 # Several processes
 
 
-def start_ranks(folder: Path, count: int, *flags: object) -> list[TrainingProcess]:
+def start_ranks(folder: Path, count: int, *flags: object, before: str = "") -> list[TrainingProcess]:
     """The processes that torchrun would start, joined through gloo."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -420,7 +435,7 @@ def start_ranks(folder: Path, count: int, *flags: object) -> list[TrainingProces
     shared |= {"TORCHELASTIC_RUN_ID": "test"}
     arguments = [*TINY_RUN, "--batch-size", "2", "--grad-accum-steps", "4", *flags]
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(count)]
-    return [TrainingProcess(folder, arguments, env, log=f"rank{env['RANK']}.txt") for env in ranks]
+    return [TrainingProcess(folder, arguments, env, before, f"rank{env['RANK']}.txt") for env in ranks]
 
 
 def test_one_two_and_three_processes_make_the_same_run(tmp_path: Path):
@@ -451,6 +466,26 @@ def test_ranks_stop_together_and_another_number_goes_on(tmp_path: Path):
     for process in start_ranks(tmp_path, 3, *flags, *endless, *more):
         assert process.wait() == 0, process.output()
     assert latest("a")["iter"] == stopped + 3
+
+
+def test_three_processes_resume_bit_for_bit(tmp_path: Path):
+    """DDP regroups its gradients after a first pass, so the first sums after a resume could be taken in another order."""
+    flags = ("--dropout", "0.1", "--n-embd", "128", "--max-iters", "10", "--eval-interval", "5", "--grad-accum-steps", "7")
+    stop_at_4 = """
+import os, signal, updater
+original = updater.Updater.update
+def update(self, step, *rest):
+    if step == 3 and self.world.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return original(self, step, *rest)
+updater.Updater.update = update
+"""
+    for name, before, code in (("a", "", [0]), ("b", stop_at_4, [143]), ("b", "", [0])):
+        resume = ["--resume"] if (tmp_path / "checkpoints" / name).exists() else []
+        ranks = start_ranks(tmp_path, 3, "--run", name, *flags, *resume, before=before)
+        assert [process.wait() for process in ranks] == 3 * code, ranks[0].output()
+    for name, weights in latest("a")["model"].items():
+        assert torch.equal(latest("b")["model"][name], weights), name
 
 
 def test_more_processes_than_micro_batches_are_refused_with_the_arithmetic(tmp_path: Path):
