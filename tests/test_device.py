@@ -118,30 +118,43 @@ def test_threads_of_containers_and_of_ranks(tmp_path: Path, monkeypatch):
 
 
 COMPILE = """
-import sys
 from config import ComputeConfig, ModelConfig
-from common import UserError
 from device import resolve_device
 from model import GPT
 model = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=50))
-for choice in ("auto", "on", "off"):
+for choice in ("auto", "off"):
     compute = ComputeConfig(device="cpu", compile=choice)
     device = resolve_device(compute)
-    try:
-        print(choice, device.compile(model, compute, (2, 16)) is model, device.line)
-    except UserError as error:
-        print(choice, "refused:", error)
+    print(choice, device.compile(model, compute, (2, 16)) is model, device.line)
 assert all(p.grad is None for p in model.parameters())
 """
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the broken compiler is a POSIX command")
 def test_without_a_compiler_training_goes_on_eagerly(tmp_path: Path):
-    """Catches a run that does not start where torch.compile has no C++ compiler: auto says why and goes on, on refuses."""
+    """Catches a run that does not start where torch.compile has no C++ compiler: auto says why and goes on."""
     env = {**os.environ, "CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, timeout=300)
+    result = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
-    auto, on, off = result.stdout.splitlines()
+    auto, off = result.stdout.splitlines()
     assert auto.startswith("auto True cpu") and ", not compiled (" in auto
-    assert on.startswith("on refused: torch.compile does not work here (") and on.endswith("use --compile auto or off")
     assert off.startswith("off True cpu") and off.endswith("not compiled")
+
+
+def test_compile_on_insists_and_out_of_memory_is_no_compiler_problem(monkeypatch):
+    """Catches --compile on that goes on eagerly, and a lack of memory that is blamed on the compiler and tried again."""
+    compute, model = ComputeConfig(device="cpu", compile="on"), torch.nn.Linear(2, 2)
+
+    def failing(error: Exception):
+        def compile(model: torch.nn.Module, **settings):
+            raise error
+
+        return compile
+
+    monkeypatch.setattr(torch, "compile", failing(RuntimeError("\nno compiler\nat all")))
+    with pytest.raises(UserError, match=r"does not work here \(RuntimeError: no compiler\); use --compile auto or off"):
+        resolve_device(compute).compile(model, compute, (2, 16))
+    monkeypatch.setattr(torch, "compile", failing(torch.OutOfMemoryError("tried to allocate")))
+    auto = ComputeConfig(device="cpu", compile="auto")
+    with pytest.raises(torch.OutOfMemoryError):
+        resolve_device(auto).compile(model, auto, (2, 16))
