@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from conftest import assert_user_error
+from tiny_corpus import TINY_RUN, make_tiny_corpus
 
 from config import ComputeConfig, Config, ModelConfig, make_config
 from device import resolve_device
@@ -127,3 +128,15 @@ def test_estimate_before_there_is_any_data(stage, tmp_path):
     assert not list(tmp_path.iterdir())
     passes = stage("train.py", "--estimate", "--preset", "sydsgpt")
     assert_user_error(passes, "prepare_data.py --preset sydsgpt")
+
+
+def test_overfit_batch_on_the_runs_own_data(stage, tmp_path):
+    """Catches a command that reports without training, that needs no data, or that begins a run."""
+    missing = stage("train.py", "--overfit-batch", *TINY_RUN)
+    assert_user_error(missing, "prepare_data.py --corpus tiny")
+    make_tiny_corpus(tmp_path / "data")
+    result = stage("train.py", "--overfit-batch", *TINY_RUN)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "one batch of 128 tokens" in result.stdout and "step 0: loss 5." in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("passed: loss ")
+    assert not (tmp_path / "checkpoints").exists()
