@@ -10,8 +10,8 @@ read with --archive from a folder or zip that holds vocab.bpe and encoder.json.
 """
 
 import argparse
+import dataclasses
 import hashlib
-import tempfile
 import zipfile
 from array import array
 from collections import Counter
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import FolderLock, Progress, UserError, run_main, sha256_file, write_json
+from common import FolderLock, Progress, UserError, read_json, run_main, sha256_file, write_json
 from config import Config, parse_config
 
 if TYPE_CHECKING:
@@ -47,11 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from corpus import load_corpus
 
     corpus = load_corpus(config)
+    if args.archive is not None and config.tokenizer.tokenizer_kind != "gpt2":
+        raise UserError("--archive is for --tokenizer-kind gpt2; the other kinds are learnt from the corpus")
     with FolderLock(config.tokenizer_path.parent, f"the tokenizer in {config.tokenizer_path.parent}"):
+        if is_current(config, corpus):
+            print(f"{config.tokenizer_path} is current: same corpus, same settings")
+            print("next: " + config.command("prepare_data.py"))
+            return 0
         if config.tokenizer.tokenizer_kind == "gpt2":
             tokenizer, sample = gpt2_tokenizer(config, args.archive), None
-        elif args.archive is not None:
-            raise UserError("--archive is for --tokenizer-kind gpt2; the other kinds are learnt from the corpus")
         else:
             sample = Sample(corpus, config.run.seed, round(config.tokenizer.sample_mb * 1e6))
             tokenizer = learn(config, sample)
@@ -172,19 +176,23 @@ class MergeProgress:
 def gpt2_tokenizer(config: Config, archive: str | None) -> "BPETokenizer":
     from tokenizer import BPETokenizer
 
-    config.tokenizer_path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=config.tokenizer_path.parent, prefix="gpt2-") as folder:
-        files = {name: Path(folder) / name for name in GPT2_FILES}
-        for name, path in files.items():
-            if archive is None:
-                from fetch import download
+    texts = {name: gpt2_file(config, archive, name).decode("utf-8") for name in GPT2_FILES}
+    return BPETokenizer.from_gpt2(texts["vocab.bpe"], texts["encoder.json"])
 
-                download([GPT2_URL + name], path, bytes=None, sha256=GPT2_FILES[name])
-            else:
-                path.write_bytes(read_member(Path(archive), name))
-            if sha256_file(path) != GPT2_FILES[name]:
-                raise UserError(f"{name} in {archive} is not the published file (its sha256 differs); fetch it from {GPT2_URL}")
-        return BPETokenizer.from_gpt2(*(path.read_text(encoding="utf-8") for path in files.values()))
+
+def gpt2_file(config: Config, archive: str | None, name: str) -> bytes:
+    """One of the published files, checked: from `archive`, or fetched once and kept in the corpus's folder."""
+    if archive is not None:
+        content = read_member(Path(archive), name)
+        if hashlib.sha256(content).hexdigest() != GPT2_FILES[name]:
+            raise UserError(f"{name} in {archive} is not the published file (its sha256 differs); fetch it from {GPT2_URL}")
+        return content
+    from fetch import download
+
+    path = config.corpus_dir / "gpt2" / name
+    hint = "check the connection, or bring both files with --archive FILE (a folder or zip)"
+    download([GPT2_URL + name], path, sha256=GPT2_FILES[name], hint=hint)
+    return path.read_bytes()
 
 
 def read_member(archive: Path, name: str) -> bytes:
@@ -207,20 +215,32 @@ def read_member(archive: Path, name: str) -> bytes:
 # What is kept and what is shown
 
 
-def meta_of(config: Config, corpus: "Corpus", tokenizer: "BPETokenizer", sample: Sample | None) -> dict[str, Any]:
-    settings = config.tokenizer
+def inputs_of(config: Config, corpus: "Corpus") -> dict[str, Any]:
+    """All that decides the vocabulary."""
     return {
         "format": 1,
         "corpus": config.run.corpus,
-        "settings": {
-            "tokenizer_kind": settings.tokenizer_kind,
-            "vocab_size": settings.vocab_size,
-            "min_frequency": settings.min_frequency,
-            "sample_mb": settings.sample_mb,
-        },
+        "settings": dataclasses.asdict(config.tokenizer),
         "seed": config.run.seed,
-        "sample": None if sample is None else {"documents": sample.documents, "bytes": sample.bytes},
         "raw_fingerprint": corpus.fingerprint,
+    }
+
+
+def is_current(config: Config, corpus: "Corpus") -> bool:
+    """Whether the files that are there were made from the same corpus with the same settings, and are whole."""
+    try:
+        meta = read_json(config.tokenizer_meta_path, "train_tokenizer.py")
+        if {name: meta.get(name) for name in inputs_of(config, corpus)} != inputs_of(config, corpus):
+            return False
+        return sha256_file(config.tokenizer_path) == meta.get("tokenizer_sha256")
+    except (UserError, FileNotFoundError):  # missing or damaged: made again
+        return False
+
+
+def meta_of(config: Config, corpus: "Corpus", tokenizer: "BPETokenizer", sample: Sample | None) -> dict[str, Any]:
+    return {
+        **inputs_of(config, corpus),
+        "sample": None if sample is None else {"documents": sample.documents, "bytes": sample.bytes},
         "vocab_size": tokenizer.vocab_size,
         "merges": len(tokenizer.merges),
         "tokenizer_sha256": sha256_file(config.tokenizer_path),

@@ -44,9 +44,21 @@ def test_it_writes_a_tokenizer_and_how_it_was_made(stage, books):
         "uv run python prepare_data.py --corpus custom",
     ):
         assert text in result.stdout
-    again = stage("train_tokenizer.py", "--corpus", "custom", "--vocab-size", 120)
-    assert again.returncode == 0
-    assert BPETokenizer.load(books / "tokenizer.json").sha256 == tokenizer.sha256
+
+
+def test_a_current_tokenizer_is_not_learnt_again_and_a_damaged_one_is(stage, books):
+    """Catches work done twice, and a damaged or outdated file taken for a current one."""
+    command = ("train_tokenizer.py", "--corpus", "custom", "--vocab-size", 120)
+    assert stage(*command).returncode == 0
+    path = books / "tokenizer.json"
+    content, written = path.read_bytes(), path.stat().st_mtime_ns
+    assert "is current" in stage(*command).stdout
+    assert path.stat().st_mtime_ns == written
+    path.write_bytes(content[:-100])
+    assert "is current" not in stage(*command).stdout
+    assert path.read_bytes() == content
+    assert "is current" not in stage(*command[:-1], 130).stdout
+    assert path.read_bytes() != content
 
 
 def test_a_vocabulary_out_of_reach_says_both_sizes(stage, books):
