@@ -172,7 +172,7 @@ def check_changes(changes: dict[str, tuple[Any, Any]], overrides: Collection[str
             undo = f"leave out {flag_of(name)}" if name in SETTINGS else f"go on with the same {name}"
             raise UserError(
                 f"{name} is {_short(old)} in the checkpoint and {_short(new)} now, which would bend the run; "
-                f"{undo}, start another run (--run NAME), or insist with --override {name}"
+                f"{undo}, start over with --overwrite, start another run (--run NAME), or insist with --override {name}"
             )
 
 
