@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unicode_ranges import LETTERS, NUMBERS
+from support.unicode_ranges import LETTERS, NUMBERS
 
 END = 0xFF
 WINDOW = 2 << 20  # bytes of text worked on at a time: the arrays of a window stay near the caches

@@ -21,12 +21,12 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from common import UserError, atomic_write, fsync_dir, require_free_space, temporary_of
 from config import ComputeConfig, Config
+from support.common import UserError, atomic_write, fsync_dir, require_free_space, temporary_of
 
 if TYPE_CHECKING:
-    from device import Device
     from model import GPT
+    from support.device import Device
     from tokenizer import BPETokenizer
 
 KEYS = ("iter", "model", "optimizer", "train_loss", "val_loss", "config")
@@ -283,8 +283,8 @@ class LoadedModel:
 
 def load_model(path: Path, compute: ComputeConfig) -> LoadedModel:
     """The model in a checkpoint file, on the device that `compute` asks for, in evaluation mode."""
-    from device import resolve_device
     from model import GPT
+    from support.device import resolve_device
     from tokenizer import BPETokenizer
 
     checkpoint = load_checkpoint(path)

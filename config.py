@@ -689,6 +689,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from common import run_main
+    from support.common import run_main
 
     run_main(main)

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from common import Progress, UserError, fingerprint, read_json, sha256_file, write_json
 from config import Config, DataConfig
+from support.common import Progress, UserError, fingerprint, read_json, sha256_file, write_json
 
 SPLITS = ("train", "val", "test")
 KINDS = {".raw": "wikitext", ".txt": "text", ".md": "text", ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".parquet": "parquet"}

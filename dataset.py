@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common import UserError, read_json
 from config import Config, TrainConfig
+from support.common import UserError, read_json
 
 IGNORED_TARGET = -100  # what cross_entropy leaves out
 PADDING = -1  # an offset that stands for no window: a row of ignored targets, so that batches keep one shape

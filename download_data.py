@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import FolderLock, Progress, UserError, read_json, run_main
 from config import Config, flag_of, parse_config
+from support.common import FolderLock, Progress, UserError, read_json, run_main
 
 if TYPE_CHECKING:
-    from sources import Source
+    from support.sources import Source
 
 USES = ("run.corpus", "run.variant", "run.data_dir", "data")
 CORPUS_OF_SIZE = {"full": "wikitext103", "small": "wikitext2", "local": "local"}
@@ -66,8 +66,7 @@ def corpus_name(config: Config, args: argparse.Namespace) -> str:
 
 def choose_source(config: Config, args: argparse.Namespace) -> "Source":
     """The source that the flags ask for. Raises UserError where they do not go together."""
-    import hub
-    import sources
+    from support import hub, sources
 
     name = config.run.corpus
     built_in = args.size or (None if args.input or args.url or args.hub else SIZE_OF_CORPUS.get(name))
@@ -111,8 +110,8 @@ def check_flags(args: argparse.Namespace, built_in: str | None) -> None:
 
 def recorded_source(config: Config) -> "Source":
     """The source of a corpus that exists already, from its manifest."""
-    import sources
     from corpus import manifest_path
+    from support import sources
 
     path = manifest_path(config)
     if not path.exists():
@@ -178,7 +177,7 @@ def is_current(config: Config, source: "Source", manifest: dict[str, Any]) -> bo
 
 def differences(config: Config, source: "Source", manifest: dict[str, Any]) -> list[str]:
     """Where a manifest is not about what is asked for now."""
-    import sources
+    from support import sources
 
     reasons = []
     if not source.made(manifest["source"], config.raw_dir):
@@ -195,7 +194,7 @@ def differences(config: Config, source: "Source", manifest: dict[str, Any]) -> l
 
 def find_damage(config: Config, manifest: dict[str, Any]) -> dict[str, str]:
     """What is wrong with each missing, truncated or changed file, by its path in the manifest; all files are hashed."""
-    from fetch import describe_damage
+    from support.fetch import describe_damage
 
     damaged = {}
     files = manifest["files"]

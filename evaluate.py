@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import UserError, run_main, write_json
 from config import Config, parse_config
+from support.common import UserError, run_main, write_json
 
 if TYPE_CHECKING:
     import numpy as np
 
     from checkpoint import LoadedModel
-    from scoring import ScoredText, Scores
+    from support.scoring import ScoredText, Scores
     from tokenizer import BPETokenizer
 
 USES = ["run", "compute"]
@@ -69,7 +69,7 @@ class Evaluation:
 
     def record(self) -> dict[str, Any]:
         """What evaluation_SPLIT.json holds; a figure beyond all numbers is null, since JSON has no infinity."""
-        from scoring import FIGURES, interval
+        from support.scoring import FIGURES, interval
 
         scores = self.scores
         bounds = {name: [finite(x) for x in interval(self.resampled[:, i])] for i, name in enumerate(FIGURES)}
@@ -105,7 +105,7 @@ def open_text(config: Config, split: str, tokenizer: "BPETokenizer", detokenise:
     """The split in the tokenizer's ids: from the token files if they are in them, else from the text."""
     from corpus import load_corpus
     from dataset import TokenData
-    from scoring import text_from_corpus, text_from_tokens
+    from support.scoring import text_from_corpus, text_from_tokens
 
     if not detokenise and (config.tokens_dir / "meta.json").exists():
         data = TokenData.load(config)
@@ -117,8 +117,8 @@ def open_text(config: Config, split: str, tokenizer: "BPETokenizer", detokenise:
 
 def evaluate(args: argparse.Namespace, config: Config, name: str, loaded: "LoadedModel", text: "ScoredText") -> Evaluation:
     """Scores every token of `text`. Raises UserError where there is none, or the stride does not fit the model."""
-    from inference import prepare
-    from scoring import require_text, score
+    from support.inference import prepare
+    from support.scoring import require_text, score
 
     require_text(text, args.split)
     block_size = loaded.model.config.block_size
@@ -147,7 +147,7 @@ LABELS = {
 
 def table(evaluations: Sequence[Evaluation]) -> str:
     """A row a figure, a column a model, each with its 95 % interval."""
-    from scoring import interval
+    from support.scoring import interval
 
     rows = [["", *(e.name for e in evaluations)]] if len(evaluations) > 1 else []
     for i, (figure, label) in enumerate(LABELS.items()):
@@ -190,7 +190,7 @@ def remarks(evaluations: Sequence[Evaluation], args: argparse.Namespace) -> list
 
 def comparisons(first: Evaluation, other: Evaluation) -> list[str]:
     """How `other` differs from `first` over the same resampled documents, and warnings where that is no like with like."""
-    from scoring import interval
+    from support.scoring import interval
 
     lines, pair = [], f"{first.name} and {other.name}"
     if len(first.text) == len(other.text) > 1:
@@ -233,7 +233,7 @@ def save(args: argparse.Namespace, e: Evaluation, path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     config, args = parse_config(argv, doc=__doc__, uses=USES, add_arguments=add_arguments)
-    from inference import open_model, title
+    from support.inference import open_model, title
 
     evaluations, where = [], None
     for letter, explicit in zip(string.ascii_uppercase, args.checkpoint, strict=False):

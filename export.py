@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import UserError, atomic_write, run_main, write_json, write_text
 from config import SPECIAL_TOKENS, parse_config
+from support.common import UserError, atomic_write, run_main, write_json, write_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,8 +72,8 @@ def generation_settings(tokenizer: "BPETokenizer") -> dict[str, Any]:
 
 def standard_layout(loaded: "LoadedModel") -> tuple[dict[str, Any], dict[str, "Tensor"]]:
     """config.json and weights of the standard architecture that equals this model. Raises UserError where none does."""
-    from hf_gpt2 import not_gpt2, to_hf_config, to_hf_state
-    from hf_modern import SETTINGS, differences, to_modern_config, to_modern_state
+    from support.hf_gpt2 import not_gpt2, to_hf_config, to_hf_state
+    from support.hf_modern import SETTINGS, differences, to_modern_config, to_modern_state
 
     config, tokenizer, state = loaded.config.model, loaded.tokenizer, loaded.model.state_dict()
     obstacles = {"gpt2": not_gpt2(config)} | {name: differences(config, name) for name in SETTINGS}
@@ -89,7 +89,7 @@ def standard_layout(loaded: "LoadedModel") -> tuple[dict[str, Any], dict[str, "T
 
 def write_hf(loaded: "LoadedModel", folder: Path) -> list[str]:
     """Writes the folder; config.json last, since without it nothing takes the folder for a model. Returns the file names."""
-    from hf_gpt2 import write_safetensors
+    from support.hf_gpt2 import write_safetensors
 
     settings, state = standard_layout(loaded)
     with atomic_write(folder / "model.safetensors") as file:
@@ -107,7 +107,7 @@ def write_hf(loaded: "LoadedModel", folder: Path) -> list[str]:
 
 def write_bare(loaded: "LoadedModel", folder: Path) -> list[str]:
     """The state dict under our names, a tied matrix once, with the settings in the header; tokenizer.json beside it."""
-    from hf_gpt2 import write_safetensors
+    from support.hf_gpt2 import write_safetensors
 
     state = dict(loaded.model.state_dict())
     if loaded.config.model.tied_head:

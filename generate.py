@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import UserError, run_main
 from config import Config, parse_config
+from support.common import UserError, run_main
 
 if TYPE_CHECKING:
-    from sampling import Decoder
+    from support.sampling import Decoder
     from tokenizer import BPETokenizer
 
 USES = ["run", "compute", "sample"]
@@ -101,7 +101,7 @@ class Writer:
         """The next id of each of `batch_size` texts, again and again."""
         import torch
 
-        from sampling import generate_batch
+        from support.sampling import generate_batch
 
         idx = torch.tensor([prompt_ids] * batch_size, dtype=torch.long)
         settings = {"generator": self.generator, "never": self.never}
@@ -110,7 +110,7 @@ class Writer:
 
     def stream(self, prompt_ids: list[int], result: Text) -> Iterator[str]:
         """The pieces of one text as they come; `result` is filled in on the way."""
-        from sampling import StopFilter
+        from support.sampling import StopFilter
 
         stop = StopFilter(self.stops)
         for piece in self.tokenizer.decode_stream(self._ids_of_one(prompt_ids, result)):
@@ -248,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_arguments(args)
     prompt = read_prompt(args)
 
-    from inference import open_decoder
+    from support.inference import open_decoder
 
     decoder, tokenizer, line = open_decoder(config, args.checkpoint, quantize=args.quantize, use_cache=not args.no_cache)
     note(line)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import UserError
 from config import TrainConfig
 from model import GPT
+from support.common import UserError
 
 FUSED_DEVICES = ("cpu", "cuda", "mps")
 

@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from common import UserError, format_duration, run_main
 from config import SECTIONS, Config, flag_of, make_config, parse_config
+from support.common import UserError, format_duration, run_main
 
 CUSTOM_CORPUS = "custom"
 STAGES = ("download_data", "train_tokenizer", "prepare_data", "test_model", "train", "evaluate", "generate", "report")

@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import FolderLock, Progress, UserError, fingerprint, read_json, require_free_space, run_main, write_json
 from config import Config, parse_config
+from support.common import FolderLock, Progress, UserError, fingerprint, read_json, require_free_space, run_main, write_json
 
 if TYPE_CHECKING:
     from corpus import Block, Corpus
-    from encoding import EncodedBlock, Repeats, TokenWriter, WorkerPool
+    from support.encoding import EncodedBlock, Repeats, TokenWriter, WorkerPool
     from tokenizer import BPETokenizer
 
 USES = ("run.corpus", "run.variant", "run.data_dir", "run.seed", "model.block_size")
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     corpus = load_corpus(config)
     tokenizer = load_tokenizer(config, corpus)
     if args.check or args.show:
-        from inspection import check_tokens, show_documents
+        from support.inspection import check_tokens, show_documents
 
         return check_tokens(config, corpus, tokenizer, args) if args.check else show_documents(config, tokenizer, args.show)
     with FolderLock(config.tokens_dir, f"the token folder {config.tokens_dir}"):
@@ -97,7 +97,7 @@ def key_of(corpus: "Corpus", tokenizer: "BPETokenizer", args: argparse.Namespace
 
 def current_meta(config: Config, key: str) -> dict[str, Any] | None:
     """meta.json, when the finished files were made from the same inputs and are whole."""
-    from encoding import token_dtype
+    from support.encoding import token_dtype
 
     try:
         meta = read_json(config.tokens_dir / "meta.json", "")
@@ -116,7 +116,7 @@ def current_meta(config: Config, key: str) -> dict[str, Any] | None:
 
 def prepare(config: Config, corpus: "Corpus", tokenizer: "BPETokenizer", args: argparse.Namespace) -> dict[str, Any]:
     """Encodes all splits, or what an interrupted run left to do; writes meta.json and returns it."""
-    from encoding import TokenWriter, find_repeats, make_pool, token_dtype
+    from support.encoding import TokenWriter, find_repeats, make_pool, token_dtype
 
     key = key_of(corpus, tokenizer, args)
     dtype = token_dtype(tokenizer.vocab_size)
@@ -216,7 +216,7 @@ def meta_of(
     splits: dict[str, dict[str, Any]],
     writer: "TokenWriter",
 ) -> dict[str, Any]:
-    from encoding import source_figures, token_dtype
+    from support.encoding import source_figures, token_dtype
 
     for name, split in splits.items():
         top = writer.totals.files.get(name, {})

@@ -21,11 +21,21 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from charts import STYLE as CHART_STYLE
-from charts import Chart, Line, Markup, Points, draw_figure, draw_png, tag
-from common import UserError, atomic_write, format_duration, run_main, write_text
 from config import make_config, parse_config
-from runs import Run, Vocabulary, checkpoints_of, find_run_folders, labels_of, number, read_run, read_vocabularies, table_in
+from support.charts import STYLE as CHART_STYLE
+from support.charts import Chart, Line, Markup, Points, draw_figure, draw_png, tag
+from support.common import UserError, atomic_write, format_duration, run_main, write_text
+from support.runs import (
+    Run,
+    Vocabulary,
+    checkpoints_of,
+    find_run_folders,
+    labels_of,
+    number,
+    read_run,
+    read_vocabularies,
+    table_in,
+)
 
 USES = ("run.checkpoint_dir",)
 

@@ -18,8 +18,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import run_main
 from config import SPECIAL_TOKENS, ModelConfig, SampleConfig, make_config, parse_config
+from support.common import run_main
 
 # Settings this stage takes on its command line: none beyond the preset, since the checks bring their own tiny ones.
 USES = ()
@@ -282,7 +282,7 @@ def test_generation_stays_within_the_vocabulary():
     """Catches padding rows of the embedding that are drawn, and a context that outgrows the block."""
     import torch
 
-    from sampling import generate
+    from support.sampling import generate
 
     model = tiny_gpt(vocab_size=5).eval()  # 5 tokens, 59 rows of padding
     torch.nn.init.normal_(model.transformer.wte.weight)

@@ -26,9 +26,9 @@ import numpy as np
 
 import bpe
 from bpe import to_utf8
-from common import UserError, run_main, write_text
 from config import SPECIAL_TOKENS, parse_config
-from unicode_ranges import LETTERS, NUMBERS
+from support.common import UserError, run_main, write_text
+from support.unicode_ranges import LETTERS, NUMBERS
 
 PAD_ID, UNK_ID, BOS_ID, EOS_ID = range(len(SPECIAL_TOKENS))
 GPT2_END_OF_TEXT = "<|endoftext|>"

@@ -21,15 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import FolderLock, Progress, Terminated, UserError, explain_os_error, format_duration, run_main
 from config import Config, parse_config
-from metrics import MetricsLog
+from support.common import FolderLock, Progress, Terminated, UserError, explain_os_error, format_duration, run_main
+from support.metrics import MetricsLog
 
 if TYPE_CHECKING:
-    from device import Device
-    from distributed import StopSignals, World
-    from start import Start
-    from updater import UpdateResult
+    from support.device import Device
+    from support.distributed import StopSignals, World
+    from support.start import Start
+    from support.updater import UpdateResult
 
 USES = ["run", "model", "train", "compute", "sample"]
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -82,7 +82,7 @@ class Trainer:
 
     def __init__(self, start: "Start", device: "Device", world: "World", stop: "StopSignals") -> None:
         from dataset import WindowReader, count_steps, eval_windows
-        from updater import Updater
+        from support.updater import Updater
 
         config, data, self.device, self.world, self.stop = start.config, start.data, device, world, stop
         self.config, self.data, self.tokenizer = config, data, start.tokenizer
@@ -115,7 +115,7 @@ class Trainer:
 
     def train(self) -> None:
         """Trains from where `state` stands to the end of the schedule or to a signal; both end with a checkpoint."""
-        from device import matmul_rate
+        from support.device import matmul_rate
 
         self.metrics.cut_back(self.state.step, self.state.last_eval_iter)
         self.peak_flops = matmul_rate(self.device) * self.world.size
@@ -239,7 +239,7 @@ class Trainer:
     def sample(self, max_new_tokens: int) -> str:
         """Text that the model writes from `sample_prompt`, the same for the same step."""
         from dataset import SAMPLE_STREAM, derived_seed
-        from sampling import generate
+        from support.sampling import generate
 
         tokenizer, prompt = self.tokenizer, self.config.train.sample_prompt
         ids = [tokenizer.bos_id, *(tokenizer.encode_prompt(prompt) if prompt else [])]
@@ -346,8 +346,8 @@ def finish(trainer: Trainer) -> None:
 
 def train_run(config: Config, args: argparse.Namespace, world: "World", stop: "StopSignals") -> None:
     """One process's part in a run, from opening its inputs to the last line."""
-    from memory import explained_out_of_memory
-    from start import check_schedule, check_start, new_run, resumed_run, tidy_folder
+    from support.memory import explained_out_of_memory
+    from support.start import check_schedule, check_start, new_run, resumed_run, tidy_folder
 
     check_start(config, args)
     start = None if args.resume else new_run(config, args.init_from, args.given)
@@ -366,9 +366,9 @@ def train_run(config: Config, args: argparse.Namespace, world: "World", stop: "S
 
 def make_trainer(start: "Start", world: "World", stop: "StopSignals", init_from: Path | None) -> Trainer:
     """The trainer, at the step where it begins, with everything about it said."""
-    from device import resolve_device
-    from inference import load_initial_weights
-    from start import describe_environment
+    from support.device import resolve_device
+    from support.inference import load_initial_weights
+    from support.start import describe_environment
 
     try:
         with stop.raised_at_once():  # compiling takes long, and nothing is lost
@@ -390,7 +390,7 @@ def make_trainer(start: "Start", world: "World", stop: "StopSignals", init_from:
 
 def end(trainer: Trainer) -> None:
     """Ends a run, or this part of it. Raises the exception of the signal that stopped it."""
-    from distributed import stop_exception
+    from support.distributed import stop_exception
 
     step, resume = trainer.state.step, trainer.config.command("train.py", "--resume")
     trainer.metrics.close()
@@ -408,7 +408,7 @@ def end(trainer: Trainer) -> None:
 
 def rehearse(config: Config, args: argparse.Namespace) -> int:
     """--estimate and --overfit-batch, which write nothing."""
-    from estimate import estimate_run, overfit_run
+    from support.estimate import estimate_run, overfit_run
 
     if args.overfit_batch:
         return 0 if overfit_run(config, lambda line: print(line, flush=True)) else 1
@@ -421,7 +421,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config, args = parse_config(argv, doc=__doc__, uses=USES, add_arguments=add_arguments)
     if args.estimate or args.overfit_batch:
         return rehearse(config, args)
-    from distributed import StopSignals, join_world
+    from support.distributed import StopSignals, join_world
 
     with StopSignals() as stop:
         world = join_world(config.compute.device)

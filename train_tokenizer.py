@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import FolderLock, Progress, UserError, read_json, run_main, sha256_file, write_json
 from config import Config, parse_config
+from support.common import FolderLock, Progress, UserError, read_json, run_main, sha256_file, write_json
 
 if TYPE_CHECKING:
     from corpus import Corpus
@@ -187,7 +187,7 @@ def gpt2_file(config: Config, archive: str | None, name: str) -> bytes:
         if hashlib.sha256(content).hexdigest() != GPT2_FILES[name]:
             raise UserError(f"{name} in {archive} is not the published file (its sha256 differs); fetch it from {GPT2_URL}")
         return content
-    from fetch import download
+    from support.fetch import download
 
     path = config.corpus_dir / "gpt2" / name
     hint = "check the connection, or bring both files with --archive FILE (a folder or zip)"

@@ -20,11 +20,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import ComputeConfig, ModelConfig, SampleConfig
-from device import resolve_device
-from hf_gpt2 import to_hf_config, to_hf_state
-from inference import Float16Linear, Int8Linear, LeanDecoder, has_fbgemm, replace_linears
 from model import GPT
-from sampling import generate_batch
+from support.device import resolve_device
+from support.hf_gpt2 import to_hf_config, to_hf_state
+from support.inference import Float16Linear, Int8Linear, LeanDecoder, has_fbgemm, replace_linears
+from support.sampling import generate_batch
 
 PROMPT_TOKENS = 16
 

@@ -19,9 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common import write_json  # noqa: E402
 from config import Config, make_config  # noqa: E402
 from corpus import SourceFile, _articles, build_manifest, load_corpus  # noqa: E402
+from support.common import write_json  # noqa: E402
 from tokenizer import BPETokenizer  # noqa: E402
 
 

@@ -27,9 +27,9 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import ModelConfig, make_config
-from device import Device, resolve_device
 from model import GPT
 from optimizers import build_optimizer
+from support.device import Device, resolve_device
 
 Clock = Callable[[], float]
 

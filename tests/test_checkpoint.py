@@ -16,9 +16,9 @@ import torch
 from tiny_corpus import byte_tokenizer
 
 import checkpoint as ck
-from common import UserError
 from config import make_config
 from model import GPT
+from support.common import UserError
 
 TINY_MODEL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "block_size": 16, "checkpoint_dir": ""}
 

@@ -12,8 +12,17 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-import common
-from common import FolderLock, Progress, UserError, atomic_write, explain_os_error, format_duration, read_json, write_json
+from support import common
+from support.common import (
+    FolderLock,
+    Progress,
+    UserError,
+    atomic_write,
+    explain_os_error,
+    format_duration,
+    read_json,
+    write_json,
+)
 
 
 def run_code(code: str, **kwargs) -> subprocess.Popen:
@@ -73,7 +82,7 @@ def test_damaged_json_names_the_file_and_the_command(tmp_path: Path, content: by
 def test_a_second_process_is_refused_and_a_killed_ones_lock_is_taken_over(tmp_path: Path) -> None:
     """Two writers mixing their output; or a stale lock file that keeps a crashed run from ever resuming."""
     holder = run_code(f"""
-        import time; from pathlib import Path; from common import FolderLock
+        import time; from pathlib import Path; from support.common import FolderLock
         with FolderLock(Path({str(tmp_path)!r}), "run a"):
             print("held", flush=True); time.sleep(60)
     """)
@@ -90,7 +99,7 @@ def test_a_second_process_is_refused_and_a_killed_ones_lock_is_taken_over(tmp_pa
 def test_signals_clean_up_and_give_their_exit_code(tmp_path: Path, signum: int, code: int) -> None:
     """SIGTERM skipping `finally`, which leaves a half-written temporary behind."""
     process = run_code(f"""
-        import time; from pathlib import Path; from common import atomic_write, run_main
+        import time; from pathlib import Path; from support.common import atomic_write, run_main
         def main(argv):
             with atomic_write(Path({str(tmp_path / "x.bin")!r})) as file:
                 file.write(b"1"); print("writing", flush=True); time.sleep(60)
@@ -107,7 +116,7 @@ def test_signals_clean_up_and_give_their_exit_code(tmp_path: Path, signum: int, 
 def test_a_full_disk_is_one_line_and_code_2() -> None:
     """A traceback where the user only has to free some space."""
     process = run_code("""
-        from common import run_main
+        from support.common import run_main
         def main(argv):
             raise OSError(28, "No space left on device", "data/x.bin")
         run_main(main)
@@ -119,7 +128,7 @@ def test_a_full_disk_is_one_line_and_code_2() -> None:
 def test_other_failures_keep_their_traceback() -> None:
     """Our own bugs hidden behind a friendly line that helps nobody."""
     process = run_code("""
-        from common import run_main
+        from support.common import run_main
         def main(argv):
             return {}["bug"]
         run_main(main)
@@ -133,7 +142,7 @@ def test_output_that_the_console_cannot_show_is_escaped() -> None:
     """A sample with an emoji killing the run on a console that is not UTF-8."""
     process = run_code(
         """
-        from common import run_main
+        from support.common import run_main
         def main(argv):
             print("caf\\u00e9 \\U0001f600"); return 0
         run_main(main)

@@ -13,9 +13,9 @@ import pytest
 from conftest import ROOT
 
 import corpus
-from common import UserError
 from config import Config, make_config
 from corpus import Corpus, SourceFile, build_manifest, cut_pieces, load_corpus, make_mix
+from support.common import UserError
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "ran", "away", "from", "every", "dog", "in", "town"]
 

@@ -12,7 +12,6 @@ import torch
 from conftest import ROOT
 from tiny_corpus import make_tiny_corpus
 
-from common import UserError
 from config import PRESETS, TrainConfig, make_config
 from dataset import (
     IGNORED_TARGET,
@@ -26,6 +25,7 @@ from dataset import (
     train_windows,
     windows_per_pass,
 )
+from support.common import UserError
 
 EPOCH = TrainConfig(batch_size=3, grad_accum_steps=2, sampling="epoch", max_iters=0, max_epochs=2.0)
 RANDOM = TrainConfig(batch_size=3, grad_accum_steps=2)

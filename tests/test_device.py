@@ -10,10 +10,18 @@ import pytest
 import torch
 from conftest import ROOT
 
-import device as device_module
-from common import UserError
 from config import ComputeConfig
-from device import choose_device, choose_dtype, container_cpus, cuda_problem, default_threads, matmul_rate, resolve_device
+from support import device as device_module
+from support.common import UserError
+from support.device import (
+    choose_device,
+    choose_dtype,
+    container_cpus,
+    cuda_problem,
+    default_threads,
+    matmul_rate,
+    resolve_device,
+)
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines whose GPU torch cannot use")
 
@@ -119,7 +127,7 @@ def test_threads_of_containers_and_of_ranks(tmp_path: Path, monkeypatch):
 
 COMPILE = """
 from config import ComputeConfig, ModelConfig
-from device import resolve_device
+from support.device import resolve_device
 from model import GPT
 model = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=50))
 for choice in ("auto", "off"):

@@ -17,7 +17,7 @@ from conftest import assert_user_error
 from loopback import Server
 
 import download_data
-import sources
+from support import sources
 
 ARTICLE = " \n = Title {} = \n \n Some text about {} in an article of its own . \n \n = = Section = = \n \n More text . \n"
 

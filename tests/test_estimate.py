@@ -8,10 +8,10 @@ from conftest import assert_user_error
 from tiny_corpus import TINY_RUN, make_tiny_corpus
 
 from config import ComputeConfig, Config, ModelConfig, make_config
-from device import resolve_device
-from estimate import StepTimes, activation_bytes, describe_disk, memory_by_part, overfit_batch, parameters_by_part
 from model import GPT
 from optimizers import build_optimizer
+from support.device import resolve_device
+from support.estimate import StepTimes, activation_bytes, describe_disk, memory_by_part, overfit_batch, parameters_by_part
 
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "batch_size": 4, "max_iters": 50, "warmup_iters": 5}
 

@@ -13,9 +13,9 @@ from conftest import ROOT, assert_user_error
 from tiny_models import random_model, save_run, tiny_config, tiny_tokenizer
 
 import evaluate
-from inference import Int8Linear, has_fbgemm, replace_linears
 from model import GPT
-from scoring import ScoredText, Scores, detokenise_wikitext, interval, plan_windows, score, token_losses
+from support.inference import Int8Linear, has_fbgemm, replace_linears
+from support.scoring import ScoredText, Scores, detokenise_wikitext, interval, plan_windows, score, token_losses
 from tokenizer import BPETokenizer
 
 
@@ -204,7 +204,7 @@ def test_a_hugging_face_folder_scores_like_its_checkpoint(workplace, capsys):
 
 def test_mistakes_are_one_line(workplace, stage, tmp_path):
     """Would catch tracebacks for a stride that does not fit and a corpus that is not there."""
-    from common import UserError
+    from support.common import UserError
 
     fixed = ["--checkpoint-dir", str(workplace / "runs"), "--run", "own", "--device", "cpu"]
     with pytest.raises(UserError, match="--stride is 33, but it must be from 1 to the model's block of 32"):

@@ -10,12 +10,12 @@ import torch
 from conftest import assert_user_error
 from tiny_models import random_model, save_run, tiny_config, tiny_tokenizer
 
-from common import UserError
 from config import ComputeConfig, SampleConfig
-from hf_gpt2 import is_hf_folder, load_hf_folder, read_safetensors, write_safetensors
-from inference import initial_model_config, load_initial_weights
 from model import GPT
-from sampling import generate
+from support.common import UserError
+from support.hf_gpt2 import is_hf_folder, load_hf_folder, read_safetensors, write_safetensors
+from support.inference import initial_model_config, load_initial_weights
+from support.sampling import generate
 
 transformers = pytest.importorskip("transformers")
 FP32 = ComputeConfig(device="cpu", dtype="float32", threads=1)
@@ -241,7 +241,7 @@ def damage(folder: Path, what: str) -> str:
 @pytest.mark.parametrize("what", ["cut", "no tokenizer", "no json", "type", "epsilon", "shape", "heads"])
 def test_damaged_or_foreign_folders_are_plain_errors(tmp_path, what):
     """Would catch a KeyError or a shape traceback, or a near-GPT-2 that is read as one."""
-    from hf_gpt2 import to_hf_config, to_hf_state
+    from support.hf_gpt2 import to_hf_config, to_hf_state
 
     tokenizer = tiny_tokenizer("byte")
     config = tiny_config(tokenizer)

@@ -16,9 +16,9 @@ import pytest
 from conftest import ROOT
 from loopback import Server
 
-import fetch
-from common import UserError
-from fetch import download
+from support import fetch
+from support.common import UserError
+from support.fetch import download
 
 BODY = random.Random(1).randbytes(300_000)
 SHA256 = hashlib.sha256(BODY).hexdigest()
@@ -297,8 +297,8 @@ def test_any_series_of_faults(server: Server, tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from pathlib import Path
-from common import run_main
-from fetch import download
+from support.common import run_main
+from support.fetch import download
 def main(argv):
     download([sys.argv[1]], Path("f.zip"), bytes=int(sys.argv[2]), sha256=sys.argv[3])
     return 0

@@ -13,8 +13,8 @@ from conftest import ROOT, assert_user_error
 from tiny_models import random_model, save_run, tiny_config, tiny_tokenizer
 
 import generate
-from common import UserError
 from model import GPT
+from support.common import UserError
 
 CPU = ["--device", "cpu", "--dtype", "float32", "--threads", "1"]
 

@@ -8,7 +8,7 @@ from tiny_corpus import TINY_RUN, make_tiny_corpus
 
 import export
 import train
-from common import UserError
+from support.common import UserError
 
 SHORT = (*TINY_RUN, "--max-iters", "10")
 

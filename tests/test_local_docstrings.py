@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-import docstrings
 from config import make_config
 from corpus import Corpus, SourceFile, build_manifest
+from support import docstrings
 
 SOURCE = '''
 """Module docstring, which has to be eighty characters or more to be taken, and is just that."""

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import UserError
 from config import ModelConfig, TrainConfig, make_config
 from model import GPT
 from optimizers import GaLoreAdamW, build_optimizer, get_lr, make_group, singular_basis, warmup_steps
+from support.common import UserError
 
 TINY = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=50)
 KINDS = ("adamw", "muon", "galore")

@@ -16,11 +16,11 @@ import pytest
 from conftest import ROOT, assert_user_error
 from test_corpus import jsonl, make_corpus, make_texts, parquet
 
-import encoding
-from common import UserError, write_json
 from config import Config
 from corpus import SPLITS, Corpus, load_corpus
-from encoding import BlockEncoder, measure, token_dtype, tokens_to_repeat
+from support import encoding
+from support.common import UserError, write_json
+from support.encoding import BlockEncoder, measure, token_dtype, tokens_to_repeat
 from tokenizer import BPETokenizer
 
 Stage = Callable[..., subprocess.CompletedProcess]
@@ -198,7 +198,8 @@ def test_too_little_text_for_a_window(tmp_path: Path, stage: Stage) -> None:
 EAGER = f"""
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
-import encoding, prepare_data, common
+import prepare_data
+from support import common, encoding
 encoding.COMMIT_SECONDS = 0.0
 if __name__ == "__main__":
     common.run_main(prepare_data.main)

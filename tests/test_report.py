@@ -19,10 +19,10 @@ import torch
 from conftest import ROOT, assert_user_error
 
 import report
-from charts import label_ticks, log_ticks, make_axis, round_ticks, short, thin_out
-from common import UserError
 from config import make_config
-from runs import find_run_folders, labels_of, read_run, read_vocabularies
+from support.charts import label_ticks, log_ticks, make_axis, round_ticks, short, thin_out
+from support.common import UserError
+from support.runs import find_run_folders, labels_of, read_run, read_vocabularies
 from tokenizer import BPETokenizer
 
 HOSTILE = '</pre><script>alert(1)</script><img src=x onerror="alert(1)">\u202e\ud800\0"&\u001b[31m'

@@ -7,11 +7,11 @@ import pytest
 import torch
 from tiny_models import random_model, tiny_config, tiny_tokenizer
 
-from common import UserError
 from config import SampleConfig
-from inference import Float16Linear, Int8Linear, LeanDecoder, has_fbgemm, replace_linears
 from model import GPT
-from sampling import (
+from support.common import UserError
+from support.inference import Float16Linear, Int8Linear, LeanDecoder, has_fbgemm, replace_linears
+from support.sampling import (
     CachedDecoder,
     StopFilter,
     UncachedDecoder,

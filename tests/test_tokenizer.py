@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 import bpe
 from bpe import to_utf8
-from common import UserError
 from config import SPECIAL_TOKENS
+from support.common import UserError
+from support.unicode_ranges import LETTERS, NUMBERS
 from test_model import naive_merges, ordered_merges, random_corpus
 from tokenizer import BPETokenizer, split_bytes, split_words
-from unicode_ranges import LETTERS, NUMBERS
 
 tokenizers = pytest.importorskip("tokenizers")
 

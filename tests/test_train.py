@@ -19,15 +19,14 @@ from tiny_corpus import TINY_RUN, make_tiny_corpus
 from training_process import TrainingProcess
 
 import checkpoint as ck
-import device
-import memory
 import train
-from common import UserError
 from config import make_config
 from dataset import TokenData, WindowReader, eval_windows
-from distributed import World
-from metrics import MetricsLog, read_metrics
-from updater import LossScaler, Updater
+from support import device, memory
+from support.common import UserError
+from support.distributed import World
+from support.metrics import MetricsLog, read_metrics
+from support.updater import LossScaler, Updater
 
 SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "block_size": 32, "device": "cpu", "dtype": "float32", "compile": "off"}
 

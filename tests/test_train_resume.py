@@ -12,12 +12,12 @@ import pytest
 import torch
 from tiny_corpus import TINY_RUN, make_tiny_corpus
 
-import device
 import train
 from checkpoint import load_checkpoint
-from common import UserError
-from metrics import read_metrics
-from updater import Updater
+from support import device
+from support.common import UserError
+from support.metrics import read_metrics
+from support.updater import Updater
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from common import fingerprint
 from config import SPECIAL_TOKENS
+from support.common import fingerprint
 from tokenizer import BPETokenizer
 
 WORDS = ["the", "model", "reads", "a", "window", "of", "tokens", "and", "learns", "what", "comes", "next"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PRELOADED = ["torch", "torch._dynamo", "start", "updater", "sampling", "train"]
+PRELOADED = ["torch", "torch._dynamo", "support.start", "support.updater", "support.sampling", "train"]
 
 
 def _context() -> multiprocessing.context.ForkServerContext:
@@ -30,9 +30,9 @@ def _main(arguments: list[str], log: str, environment: dict[str, str], before: s
     os.dup2(output, 2)
     sys.path.insert(0, str(ROOT))
     sys.argv = ["train.py", *arguments]
-    import device
     import train
-    from common import run_main
+    from support import device
+    from support.common import run_main
 
     device.matmul_rate = lambda _: 1e12  # takes longer than a tiny run
     exec(before, {})

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common import format_duration
 from config import Config, ModelConfig
 from dataset import TokenData, WindowReader, count_steps, eval_windows, train_windows
-from device import Device, matmul_rate, resolve_device
-from memory import explained_out_of_memory
 from model import GPT, LONGEST_BLOCKED
 from optimizers import Optimizer, build_optimizer
+from support.common import format_duration
+from support.device import Device, matmul_rate, resolve_device
+from support.memory import explained_out_of_memory
 
 WARMUP_STEPS = 2  # the first steps allocate memory and fill caches
 LEAST_STEPS = 3

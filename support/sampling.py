@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common import UserError
 from config import SampleConfig
 from model import GPT, KVCache
+from support.common import UserError
 
 # ----------------------------------------------------------------------------------------------------------------------
 # One token

@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from checkpoint import load_weights
 from config import Config
 from dataset import MICRO_STEP_STREAM, WindowReader, derived_seed, in_batches
-from device import Device, device_name
-from distributed import World
 from model import GPT
 from optimizers import build_optimizer
+from support.device import Device, device_name
+from support.distributed import World
 
 Fetch = Callable[[int], tuple[Tensor, Tensor]]  # micro-step -> inputs, targets
 

@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
-from common import Terminated
+from support.common import Terminated
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from checkpoint import LoadedModel, find_checkpoint, load_checkpoint, load_model, load_weights, stored_config
-from common import UserError
 from config import Config, ModelConfig, flag_of
-from hf_gpt2 import from_hf_state, is_hf_folder, load_hf_folder, read_hf_config, read_hf_state, read_hf_tokenizer
 from model import GPT, RMS_EPS, CausalSelfAttention, rotate
-from sampling import CachedDecoder, Decoder, UncachedDecoder
+from support.common import UserError
+from support.hf_gpt2 import from_hf_state, is_hf_folder, load_hf_folder, read_hf_config, read_hf_state, read_hf_tokenizer
+from support.sampling import CachedDecoder, Decoder, UncachedDecoder
 from tokenizer import BPETokenizer
 
 

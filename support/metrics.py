@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
-from common import atomic_write
+from support.common import atomic_write
 
 
 class MetricsLog:

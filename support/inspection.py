@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from common import Progress, read_json, sha256_file
 from config import Config
 from corpus import SPLITS, Block, Corpus, disk_bytes
-from encoding import Repeats, WorkerPool, find_repeats, make_pool, token_dtype, without
+from support.common import Progress, read_json, sha256_file
+from support.encoding import Repeats, WorkerPool, find_repeats, make_pool, token_dtype, without
 from tokenizer import BPETokenizer
 
 READ_BYTES = 8 << 20

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint import has_checkpoints, newest_readable, promote, remove_run, remove_temporaries, stored_config
-from common import UserError, write_json
 from config import SECTIONS, Config, ModelConfig, flag_of
 from dataset import TokenData, count_steps
-from distributed import World
-from inference import initial_model_config
-from memory import same_tokens
 from optimizers import get_lr, warmup_steps
+from support.common import UserError, write_json
+from support.distributed import World
+from support.inference import initial_model_config
+from support.memory import same_tokens
 from tokenizer import BPETokenizer
 
 DATA, TOKENIZER = "data", "tokenizer"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from common import UserError
 from config import Config
+from support.common import UserError
 
 
 @contextlib.contextmanager

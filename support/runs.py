@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import UserError
 from config import Config
-from metrics import read_metrics
+from support.common import UserError
+from support.metrics import read_metrics
 
 MAX_STEP = 10**15  # a greater one is no step
 TOKENS_LOOKED_AT = 50_000  # of the validation split, to see how the vocabulary is used

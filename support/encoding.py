@@ -25,8 +25,8 @@ from typing import IO, Any
 import numpy as np
 
 from bpe import WIDE_WHITESPACE, WORD_WHITESPACE, cpu_count
-from common import UserError, atomic_write, fsync_dir
 from corpus import BLOCK_BYTES, SPLITS, Block, Corpus, Documents, document_hash
+from support.common import UserError, atomic_write, fsync_dir
 from tokenizer import BPETokenizer
 
 COMMIT_SECONDS = 1.0

@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
-from common import Progress, UserError, atomic_write, start_worker
+from support.common import Progress, UserError, atomic_write, start_worker
 
 LEAST_CHARACTERS = 80
 PACKAGES = ("numpy", "torch")

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from common import UserError
 from config import ComputeConfig
+from support.common import UserError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # names in glibc's malloc.h

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from common import Progress, UserError, atomic_write, require_free_space
 from corpus import KINDS, kind_of
+from support.common import Progress, UserError, atomic_write, require_free_space
 
 
 class DamagedArchive(UserError):

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from archives import DamagedArchive, describe_skipped, unpack
-from common import UserError, require_free_space, sha256_file
 from corpus import KINDS, SourceFile, kind_of
-from docstrings import versions, write_docstrings
-from fetch import describe_damage, download, require_safe_url, shown_url
-from hub import HubSet, hub_endpoint, hub_hint, list_hub_files
+from support.archives import DamagedArchive, describe_skipped, unpack
+from support.common import UserError, require_free_space, sha256_file
+from support.docstrings import versions, write_docstrings
+from support.fetch import describe_damage, download, require_safe_url, shown_url
+from support.hub import HubSet, hub_endpoint, hub_hint, list_hub_files
 
 
 class Source:

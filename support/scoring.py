@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from common import Progress, UserError
 from corpus import Corpus
 from dataset import IGNORED_TARGET, TokenData
 from model import GPT
+from support.common import Progress, UserError
 from tokenizer import BPETokenizer
 
 LOGITS_PER_BATCH = 1 << 26  # fp32 logits held at once: 256 MB, and as much again inside the loss

@@ -10,9 +10,9 @@ from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
-from common import UserError
 from corpus import kind_of
-from fetch import read_json_pages, require_safe_url
+from support.common import UserError
+from support.fetch import read_json_pages, require_safe_url
 
 HUB_VARIABLE = "HF_ENDPOINT"  # the name that the hub's own tools use for another address of it
 HUB = "https://huggingface.co"

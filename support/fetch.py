@@ -20,7 +20,7 @@ from urllib.parse import urljoin, urlsplit, urlunsplit
 import requests
 from urllib3.exceptions import HTTPError  # what a body can raise while it is read raw; urllib3 is what requests runs on
 
-from common import Progress, Terminated, UserError, fsync_dir, require_free_space, sha256_file
+from support.common import Progress, Terminated, UserError, fsync_dir, require_free_space, sha256_file
 
 USER_AGENT = "gpt-pretrain/0.1 (corpus download)"  # some mirrors answer 403 to a library's default
 TIMEOUT_SECONDS = (10.0, 30.0)  # to connect; between two arrivals of data

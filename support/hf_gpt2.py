@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from checkpoint import LoadedModel, load_weights
-from common import UserError
 from config import GPT2_VOCAB_SIZE, ComputeConfig, Config, ModelConfig
-from device import resolve_device
 from model import GPT
+from support.common import UserError
+from support.device import resolve_device
 from tokenizer import BPETokenizer
 
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
