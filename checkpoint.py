@@ -21,16 +21,23 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from config import ComputeConfig, Config
-from support.common import UserError, atomic_write, fsync_dir, require_free_space, temporary_of
+from config import ComputeConfig, Config, ModelConfig
+from support.common import UserError, atomic_write, fsync_dir, misfit, require_free_space, temporary_of
 
 if TYPE_CHECKING:
     from model import GPT
     from support.device import Device
     from tokenizer import BPETokenizer
 
-KEYS = ("iter", "model", "optimizer", "train_loss", "val_loss", "config")
-CONFIG_KEYS = ("settings", "tokenizer", "data_fingerprint", "progress", "environment")
+STORED = {"settings": dict, "tokenizer": str, "data_fingerprint": str, "progress": dict, "environment": dict}
+LAYOUT = {
+    "iter": int,
+    "model": {str: Tensor},
+    "optimizer": dict,
+    "train_loss": float,
+    "val_loss": float,
+    "config": STORED,
+}
 STAGED = "checkpoint_latest.new"  # a whole checkpoint that has not got its place yet
 WRAPPER_PREFIXES = ("_orig_mod.", "module.")
 
@@ -211,13 +218,8 @@ def _verify_checksums(path: Path) -> None:
 
 
 def _check_layout(path: Path, checkpoint: Any) -> None:
-    foreign = UserError(f"{path} is no checkpoint of this program (it needs the keys {', '.join(KEYS)})")
-    if not isinstance(checkpoint, dict) or any(key not in checkpoint for key in KEYS):
-        raise foreign
-    if type(checkpoint["iter"]) is not int or not isinstance(checkpoint["model"], dict):
-        raise foreign
-    if not isinstance(checkpoint["config"], dict) or any(key not in checkpoint["config"] for key in CONFIG_KEYS):
-        raise foreign
+    if (problem := misfit(checkpoint, LAYOUT)) is not None:
+        raise UserError(f"{path} is no checkpoint of this program ({problem}; it needs {', '.join(LAYOUT)})")
 
 
 def _plain_name(name: str) -> str:
@@ -246,10 +248,34 @@ def newest_readable(run_dir: Path, start_command: str) -> tuple[Path, dict[str, 
 
 
 def stored_config(path: Path, checkpoint: dict[str, Any]) -> Config:
+    """The settings in a checkpoint. Raises UserError where they are none, or say another size than that of the weights."""
     try:
-        return Config.from_dict(checkpoint["config"]["settings"])
+        config = Config.from_dict(checkpoint["config"]["settings"])
     except ValueError as error:
         raise UserError(f"{path} holds settings this version does not accept: {error}") from None
+    require_size(config.model, checkpoint["model"], path)
+    return config
+
+
+def require_size(model: ModelConfig, weights: dict[str, Tensor], path: Path) -> None:
+    """Raises UserError where `weights` cannot be those of `model`: before a model of a size out of all bounds is built."""
+    found = sum(tensor.numel() for tensor in weights.values())
+    rows = (model.padded_vocab_size - model.vocab_size) * model.n_embd
+    tables = 1 if model.tied_head else 2
+    tied = model.padded_vocab_size * model.n_embd if model.tied_head and "lm_head.weight" in weights else 0
+    expected = model.num_params + tables * rows + tied
+    if found != expected:
+        raise UserError(f"the weights in {path} are {found:,} numbers, but its settings say {expected:,}: it is damaged")
+
+
+def stored_tokenizer(path: Path, checkpoint: dict[str, Any]) -> "BPETokenizer":
+    """The tokenizer in a checkpoint. Raises UserError where it is none."""
+    from tokenizer import BPETokenizer
+
+    try:
+        return BPETokenizer.from_json(checkpoint["config"]["tokenizer"])
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} holds no tokenizer of ours ({' '.join(str(error).split())[:160]})") from None
 
 
 def find_checkpoint(config: Config, explicit: str | None = None) -> Path:
@@ -285,14 +311,13 @@ def load_model(path: Path, compute: ComputeConfig) -> LoadedModel:
     """The model in a checkpoint file, on the device that `compute` asks for, in evaluation mode."""
     from model import GPT
     from support.device import resolve_device
-    from tokenizer import BPETokenizer
 
     checkpoint = load_checkpoint(path)
     config = stored_config(path, checkpoint)
     device = resolve_device(compute)
     model = GPT(config.model, attention=compute.attention)
     load_weights(model, checkpoint.pop("model"), path)
-    tokenizer = BPETokenizer.from_json(checkpoint["config"]["tokenizer"])
+    tokenizer = stored_tokenizer(path, checkpoint)
     return LoadedModel(model.to(device.device).eval(), tokenizer, config, checkpoint, device)
 
 

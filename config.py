@@ -61,6 +61,8 @@ class _Section:
                 _require(value in choices, f.name, value, "one of " + ", ".join(choices))
             if isinstance(value, float):
                 _require(math.isfinite(value), f.name, value, "a finite number")
+            elif isinstance(value, int):
+                _require(-(2**63) <= value < 2**63, f.name, value, "a number of 64 bits")
         self.check()
 
     def check(self) -> None:
@@ -84,6 +86,9 @@ class RunConfig(_Section):
             plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) is not None
             optional = name != "corpus" and value == ""
             _require(plain or optional, name, value, "a plain name of letters, digits, '.', '_' and '-'")
+        for name in ("data_dir", "checkpoint_dir"):
+            value = getattr(self, name)
+            _require("\0" not in value and not re.search("[\ud800-\udc7f]", value), name, value, "a path")
         _require(0 <= self.seed < 2**63, "seed", self.seed, "from 0 to 2**63 - 1")
 
 
@@ -175,6 +180,7 @@ class ModelConfig(_Section):
         _require_positive(self, "n_layer", "n_head", "n_embd", "block_size", "vocab_size")
         _require_fraction(self, "dropout")
         _require_at_least(self, 0, "logit_softcap")
+        _require(self.n_layer <= 10_000, "n_layer", self.n_layer, "at most 10,000")
         bound = f"divisible by n_head ({self.n_head})"
         _require(self.n_embd % self.n_head == 0, "n_embd", self.n_embd, bound)
         if self.position == "rotary":
@@ -385,6 +391,8 @@ class Config:
         """The inverse of to_dict. Raises ValueError on unknown names or values of a wrong type."""
         if not isinstance(values, dict) or not isinstance(values.get("preset"), str):
             raise ValueError("stored settings have no preset")
+        if values["preset"] not in PRESETS:
+            raise ValueError(f"stored preset {values['preset'][:40]!r} is unknown to this version")
         sections = {}
         for name, section in SECTIONS.items():
             stored = values.get(name, {})
@@ -535,6 +543,8 @@ class _Parser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         argv = [_dashed(a) for a in argv]
+        if any("\0" in a for a in argv):
+            self.error("an argument holds a NUL character")
         # Before argparse complains about arguments that are missing: a typo is the likelier cause.
         flags = argv[: argv.index("--")] if "--" in argv else argv
         for name in (a.partition("=")[0] for a in flags if a.startswith("--")):
@@ -680,11 +690,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.show is None:
         print(describe(config))
         return 0
-    from checkpoint import load_checkpoint  # torch loads only when a checkpoint is asked for
+    from checkpoint import load_checkpoint, stored_config  # torch loads only when a checkpoint is asked for
 
-    stored = load_checkpoint(Path(args.show))["config"]
-    print(describe(Config.from_dict(stored["settings"])))
-    print("progress: " + json.dumps(stored["progress"]))
+    checkpoint = load_checkpoint(Path(args.show))
+    print(describe(stored_config(Path(args.show), checkpoint)))
+    print("progress: " + json.dumps(checkpoint["config"]["progress"]))
     return 0
 
 

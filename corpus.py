@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from config import Config, DataConfig
-from support.common import Progress, UserError, fingerprint, read_json, sha256_file, write_json
+from support.common import Progress, UserError, fingerprint, misfit, read_json, sha256_file, write_json
 
 SPLITS = ("train", "val", "test")
 KINDS = {".raw": "wikitext", ".txt": "text", ".md": "text", ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".parquet": "parquet"}
@@ -585,18 +585,38 @@ def load_corpus(config: Config) -> Corpus:
     """The corpus of this configuration. Raises UserError, naming the command, where it is missing or has changed."""
     command = download_command(config)
     manifest = read_json(manifest_path(config), command)
-    if manifest.get("format") == 1 and "mix" in manifest:
-        return _load_mix(config, manifest)
-    needed = {"format", "files", "settings", "splitting", "documents", "fingerprint"}
-    if manifest.get("format") != 1 or not needed <= manifest.keys():
-        raise UserError(f"{manifest_path(config)} is of another format; make the corpus again with: {command}")
     try:
+        check_manifest(manifest)
+        if "mix" in manifest:
+            return _load_mix(config, manifest)
         corpus = Corpus(manifest, config.raw_dir)
     except (TypeError, ValueError, KeyError) as error:
         raise UserError(f"{manifest_path(config)} is damaged ({error}); make the corpus again with: {command}") from None
     for path, entry in zip(corpus.paths, manifest["files"], strict=True):
         _require_unchanged(path, entry, command)
     return corpus
+
+
+_COUNTS = {"format": (1,), "documents": dict.fromkeys(SPLITS, int), "fingerprint": str}
+_ENTRY = {"path": str, "kind": tuple(KINDS.values()), "split": (*SPLITS, "hash"), "source": str}
+_ENTRY |= {"bytes": int, "mtime_ns": int, "sha256": str, "documents": int}
+_MANIFEST = {**_COUNTS, "files": [_ENTRY], "settings": dict, "splitting": dict, "source": dict, "notes": [str]}
+_MIX = {**_COUNTS, "mix": [{"name": str, "weight": float, "fingerprint": str}]}
+
+
+def check_manifest(manifest: dict[str, Any]) -> None:
+    """Raises ValueError unless it is the whole manifest of a corpus, or of a mix, and nobody changed it."""
+    if (problem := misfit(manifest, _MIX if "mix" in manifest else _MANIFEST)) is not None:
+        raise ValueError(problem)
+    found = fingerprint(manifest["mix"]) if "mix" in manifest else _identity(manifest)
+    if manifest["fingerprint"] != found:
+        raise ValueError("its fingerprint is not that of its files and settings")
+
+
+def _identity(manifest: dict[str, Any]) -> str:
+    """Fingerprint of all that decides the documents and their splits."""
+    files = [{key: entry[key] for key in ("sha256", "kind", "split", "source")} for entry in manifest["files"]]
+    return fingerprint([files, manifest["settings"], manifest["splitting"], POLICIES])
 
 
 def download_command(config: Config) -> str:
@@ -609,7 +629,7 @@ def download_command(config: Config) -> str:
 def _require_unchanged(path: Path, entry: dict[str, Any], command: str) -> None:
     try:
         stat = path.stat()
-    except OSError:
+    except (OSError, ValueError):  # the latter for a path that cannot be one
         raise UserError(f"{path} is missing; run: {command}") from None
     if (stat.st_size, stat.st_mtime_ns) == (entry["bytes"], entry["mtime_ns"]):
         return
@@ -644,8 +664,7 @@ def build_manifest(config: Config, source: dict[str, Any], files: Sequence[Sourc
     manifest["documents"] = dict(survey.documents)
     manifest["counts"] = dict(survey.counts)
     manifest["notes"] = _notes(manifest)
-    identity = [{key: entry[key] for key in ("sha256", "kind", "split", "source")} for entry in entries]
-    manifest["fingerprint"] = fingerprint([identity, manifest["settings"], manifest["splitting"], POLICIES])
+    manifest["fingerprint"] = _identity(manifest)
     write_json(manifest_path(config), manifest)
     return manifest
 

@@ -15,13 +15,29 @@ import torch
 from torch import Tensor
 
 from config import Config, TrainConfig
-from support.common import UserError, read_json
+from support.common import UserError, misfit, read_json
 
 IGNORED_TARGET = -100  # what cross_entropy leaves out
 PADDING = -1  # an offset that stands for no window: a row of ignored targets, so that batches keep one shape
 
+# What is read of meta.json here.
+META = {
+    "format": (1,),
+    "dtype": ("uint16", "uint32"),
+    "vocab_size": int,
+    "tokenizer_sha256": str,
+    "splits": {str: {"file": str, "tokens": int}},
+    "fingerprint": str,
+}
+
 # Streams of random numbers drawn from one seed; a stream and a position in it never meet another use.
 WINDOW_STREAM, SHUFFLE_STREAM, MICRO_STEP_STREAM, SAMPLE_STREAM = range(4)
+
+
+def _strays(meta: dict[str, Any], split: str) -> bool:
+    """Whether a split's file would lie outside the folder of meta.json."""
+    name = meta["splits"][split]["file"]
+    return Path(name).name != name or "\0" in name
 
 
 class TokenData:
@@ -39,12 +55,11 @@ class TokenData:
         command = config.command("prepare_data.py")
         path = config.tokens_dir / "meta.json"
         meta = read_json(path, command)
-        expected = {"format": int, "dtype": str, "vocab_size": int, "tokenizer_sha256": str, "splits": dict, "fingerprint": str}
-        for key, kind in expected.items():
-            if not isinstance(meta.get(key), kind):
-                raise UserError(f"{path} is damaged (no {key}); make it again with: {command}")
-        if meta["format"] != 1 or meta["dtype"] not in ("uint16", "uint32"):
-            raise UserError(f"{path} has an unknown format or dtype; make it again with: {command}")
+        problem = misfit(meta, META) or next(
+            (f"splits.{n}.file leads elsewhere" for n in meta["splits"] if _strays(meta, n)), None
+        )
+        if problem is not None:
+            raise UserError(f"{path} is damaged or of another format ({problem}); make it again with: {command}")
         data = cls(config.tokens_dir, meta, command)
         for name in meta["splits"]:
             data._check_size(name)

@@ -119,7 +119,12 @@ def recorded_source(config: Config) -> "Source":
         missing = f"there is no corpus {config.run.corpus!r} yet (built in: {known})"
         raise UserError(f"{missing}; name its files with --input, --url, --hub or --archive")
     record = read_json(path, config.command("download_data.py", "--input", "PATH")).get("source", {})
-    return sources.of_record(record, own_folders(config))
+    try:
+        return sources.of_record(record, own_folders(config))
+    except (TypeError, AttributeError):
+        raise UserError(
+            f"{path} does not say where the corpus came from; name its files with --input, --url or --hub"
+        ) from None
 
 
 def own_folders(config: Config) -> tuple[Path, ...]:
@@ -133,16 +138,16 @@ def own_folders(config: Config) -> tuple[Path, ...]:
 
 def recorded_manifest(config: Config) -> dict[str, Any] | None:
     """The manifest of an earlier call; None where there is none, or, after saying so, where it cannot be used."""
-    from corpus import Corpus, manifest_path
+    from corpus import check_manifest, manifest_path
 
     path = manifest_path(config)
     if not path.exists():
         return None
     try:
         manifest = read_json(path, "")
-        Corpus(manifest, config.raw_dir)
-        if not {"source", "documents", "fingerprint"} <= manifest.keys():
-            raise ValueError("it is incomplete")
+        check_manifest(manifest)
+        if "mix" in manifest:
+            raise ValueError("it is that of a mix")
     except (UserError, KeyError, TypeError, ValueError) as error:
         print(f"{path} cannot be used ({error}); taking stock again", flush=True)
         return None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from config import TrainConfig
 from model import GPT
-from support.common import UserError
+from support.common import UserError, misfit
 
 FUSED_DEVICES = ("cpu", "cuda", "mps")
 
@@ -136,7 +136,9 @@ class Optimizer:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Raises UserError where the saved state belongs to another optimizer, other groups or other shapes."""
+        """Raises UserError where the saved state is none, or belongs to another optimizer, other groups or other shapes."""
+        if (problem := misfit(saved, {"kind": str, "groups": {str: [str]}, "state": {str: {str: object}}})) is not None:
+            raise UserError(f"the checkpoint's optimizer state is damaged ({problem}); go on from another checkpoint")
         if saved["kind"] != self.kind:
             raise UserError(
                 f"the checkpoint was trained with --optimizer {saved['kind']}, not {self.kind}; go on with the same"
@@ -148,11 +150,14 @@ class Optimizer:
         for part in self.parts:
             for group in part.param_groups:
                 for name, p in zip(group["names"], group["params"], strict=True):
-                    self._load_one(part, group, name, p, saved["state"][name])
+                    self._load_one(part, group, name, p, saved["state"].get(name, {}))
 
     @staticmethod
     def _load_one(part: torch.optim.Optimizer, group: dict[str, Any], name: str, p: Tensor, values: dict[str, Any]) -> None:
         expected = state_shapes(group, p)
+        makes = {key: int if key == "step" else Tensor for key in values}
+        if values and (misfit(values, makes) or values.keys() - {"step"} != expected.keys()):
+            raise UserError(f"the checkpoint's optimizer state of {name} is damaged; go on from another checkpoint")
         for key, value in values.items():
             if isinstance(value, Tensor) and tuple(value.shape) != expected[key]:
                 found = f"{tuple(value.shape)}, expected {expected[key]}"

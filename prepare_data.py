@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from config import Config, parse_config
-from support.common import FolderLock, Progress, UserError, fingerprint, read_json, require_free_space, run_main, write_json
+from support.common import (
+    FolderLock,
+    Progress,
+    UserError,
+    fingerprint,
+    misfit,
+    read_json,
+    require_free_space,
+    run_main,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from corpus import Block, Corpus
@@ -97,11 +107,11 @@ def key_of(corpus: "Corpus", tokenizer: "BPETokenizer", args: argparse.Namespace
 
 def current_meta(config: Config, key: str) -> dict[str, Any] | None:
     """meta.json, when the finished files were made from the same inputs and are whole."""
-    from support.encoding import token_dtype
+    from support.encoding import PREPARED, token_dtype
 
     try:
         meta = read_json(config.tokens_dir / "meta.json", "")
-        if meta["inputs"] != key:
+        if misfit(meta, PREPARED) is not None or meta["inputs"] != key:
             return None
         size = token_dtype(meta["vocab_size"]).itemsize
         whole = all((config.tokens_dir / s["file"]).stat().st_size == s["tokens"] * size for s in meta["splits"].values())

@@ -72,9 +72,16 @@ class TrainState:
         return {name: value for name, value in values.items() if name not in ("step", "train_loss", "val_loss")}
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: dict[str, Any]) -> "TrainState":
+    def from_checkpoint(cls, checkpoint: dict[str, Any], path: Path) -> "TrainState":
+        progress = checkpoint["config"]["progress"]
+        expected = {f.name: f.type for f in dataclasses.fields(cls) if f.name not in ("step", "train_loss", "val_loss")}
+        wrong = {name for name, make in expected.items() if type(progress.get(name)) is not make} | (
+            progress.keys() - expected.keys()
+        )
+        if wrong:
+            raise UserError(f"{path} does not say how far the run was ({sorted(map(str, wrong))[0]}); use another checkpoint")
         losses = {name: checkpoint[name] for name in ("train_loss", "val_loss")}
-        return cls(step=checkpoint["iter"], **losses, **checkpoint["config"]["progress"])
+        return cls(step=checkpoint["iter"], **losses, **progress)
 
 
 class Trainer:
@@ -101,7 +108,7 @@ class Trainer:
     def restore(self, checkpoint: dict[str, Any], path: Path) -> None:
         """Takes up the run where `checkpoint` left it."""
         self.updater.load(checkpoint, path)
-        self.state = TrainState.from_checkpoint(checkpoint)
+        self.state = TrainState.from_checkpoint(checkpoint, path)
         self.saved_step = self.state.step
 
     def say(self, line: str) -> None:

@@ -437,7 +437,7 @@ BAD_WORDS = (
     *("checkpoints/base", "checkpoints/base/metrics.jsonl", "notes/e.parquet", "missing/file", "a/" * 3_000),
 )
 FLAGS = {
-    "download_data.py": "--input --url --hub --sha256 --mirror --archive --size --corpus --data-dir --val-fraction --text-field",
+    "download_data.py": "--input --url --hub --sha256 --mirror --archive --size --corpus --data-dir --val-fraction --errors",
     "train_tokenizer.py": "--archive --vocab-size --min-frequency --sample-mb --tokenizer-kind --seed --corpus --data-dir",
     "prepare_data.py": "--workers --max-docs --dedup --mix --show --corpus --variant --data-dir --block-size",
     "train.py": "--init-from --override --max-iters --learning-rate --n-head --block-size --run --checkpoint-dir --device "
@@ -493,7 +493,9 @@ def command_case(number: int, seed: int) -> Case:
         return Case(number, "contradiction", CONTRADICTIONS[number])
     script = list(FLAGS)[number % len(FLAGS)]
     flag, word = draw.choice(FLAGS[script].split()), draw.choice(BAD_WORDS)
-    wrong: tuple[str, ...] = draw.choice(((flag, word), (flag, word), (f"{flag}={word}",), (flag,), (flag + "x", word), (word,)))
+    wrong: tuple[str, ...] = draw.choice(
+        ((flag, word), (flag, word), (f"{flag}={word}",), (flag,), (flag + "x", word), (word,))
+    )
     if script in ("pipeline.py", "test_model.py"):  # whole runs where the word is fine; so something else is wrong too
         wrong = (*wrong, "--no-such-flag")
     arguments = BASES.get(script, ())

@@ -8,6 +8,7 @@ import errno
 import hashlib
 import json
 import os
+import reprlib
 import shutil
 import signal
 import sys
@@ -154,6 +155,39 @@ def read_json(path: Path, command: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path} is damaged (it holds no JSON object); make it again with: {command}")
     return value
+
+
+def misfit(value: Any, expected: Any, name: str = "") -> str | None:
+    """What in a value read from a file is not of the `expected` make, in a few words; None where all of it is.
+
+    A type stands for its values (int: a count, 0 to 2**63 - 1; float: any number), a tuple for a choice of values, [X] for a
+    list of X, {str: X} for a table whose values are X, any other dict for a table with these keys and perhaps more.
+    """
+    if isinstance(expected, tuple):
+        return None if any(value == choice and type(value) is type(choice) for choice in expected) else _wrong(name, value)
+    if expected is int:
+        return None if type(value) is int and 0 <= value < 2**63 else _wrong(name, value)
+    if expected is float:
+        return None if type(value) is float or (type(value) is int and abs(value) < 2**63) else _wrong(name, value)
+    if isinstance(expected, type):
+        return None if isinstance(value, expected) else _wrong(name, value)
+    if not isinstance(value, type(expected)):
+        return _wrong(name, value)
+    if isinstance(expected, list):
+        parts = ((f"{name}[{n}]", item, expected[0]) for n, item in enumerate(value))
+    elif str in expected:
+        parts = ((f"{name}.{key}", item, expected[str]) for key, item in value.items())
+    else:
+        missing = next((key for key in expected if key not in value), None)
+        if missing is not None:
+            return f"{f'{name}.{missing}'.strip('.')} is missing"
+        parts = ((f"{name}.{key}", value[key], make) for key, make in expected.items())
+    return next((found for part in parts if (found := misfit(part[1], part[2], part[0])) is not None), None)
+
+
+def _wrong(name: str, value: Any) -> str:
+    text = type(value).__name__ if isinstance(value, dict | list) else reprlib.repr(value)
+    return f"{name.strip('.') or 'the whole'} is {text}"
 
 
 def require_free_space(folder: Path, needed_bytes: int, what: str) -> None:

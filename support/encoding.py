@@ -26,7 +26,7 @@ import numpy as np
 
 from bpe import WIDE_WHITESPACE, WORD_WHITESPACE, cpu_count
 from corpus import BLOCK_BYTES, SPLITS, Block, Corpus, Documents, document_hash
-from support.common import UserError, atomic_write, fsync_dir
+from support.common import UserError, atomic_write, fsync_dir, misfit
 from tokenizer import BPETokenizer
 
 COMMIT_SECONDS = 1.0
@@ -340,6 +340,29 @@ def add_figures(total: dict[str, int], more: dict[str, int]) -> None:
         total[name] = max(total.get(name, 0), n) if name == "longest_document" else total.get(name, 0) + n
 
 
+JOURNAL_LINE = {
+    "since": int,
+    "blocks": int,
+    "sizes": dict.fromkeys(SPLITS, int),
+    "sha256": dict.fromkeys(SPLITS, str),
+    "stats": {str: {str: {str: int}}},
+    "files": {str: {str: int}},
+    "counts": {str: int},
+}
+
+# What is read of a finished meta.json.
+PREPARED = {
+    "dtype": ("uint16", "uint32"),
+    "vocab_size": int,
+    "settings": {"dedup": str},
+    "splits": {s: {"file": str, "sha256": str, "top_files": {str: int}, **dict.fromkeys(FIGURES, int)} for s in SPLITS},
+    "sources": {str: {"tokens": int, "share": float}},
+    "counts": {str: int},
+    "inputs": str,
+    "fingerprint": str,
+}
+
+
 @dataclass
 class _State:
     """How far the files are good: replaced as a whole after each block, so an interrupt never leaves it half changed."""
@@ -496,9 +519,9 @@ class TokenWriter:
         try:
             lines = self._journal_path.read_bytes().split(b"\n")[:-1]
             entries = [json.loads(line) for line in lines]
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, RecursionError):
             return []
-        if not entries or entries[0] != {"key": self.key}:
+        if not entries or entries[0] != {"key": self.key} or misfit(entries[1:], [JOURNAL_LINE]):
             return []
         holding: list[dict[str, Any]] = []
         for entry in entries[1:]:

@@ -14,10 +14,10 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from checkpoint import LoadedModel, load_weights
+from checkpoint import LoadedModel, load_weights, require_size
 from config import GPT2_VOCAB_SIZE, ComputeConfig, Config, ModelConfig
 from model import GPT
-from support.common import UserError
+from support.common import UserError, misfit
 from support.device import resolve_device
 from tokenizer import BPETokenizer
 
@@ -58,7 +58,16 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
             return tensors
     except FileNotFoundError:
         raise UserError(f"{path} is missing; fetch the folder again, or check the path") from None
-    except (ValueError, KeyError, TypeError, RuntimeError, AttributeError, struct.error) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        RuntimeError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+        struct.error,
+    ) as error:
         raise UserError(f"{path} is no whole safetensors file ({error}); fetch it again") from None
 
 
@@ -88,6 +97,18 @@ def write_safetensors(file: IO[bytes], tensors: dict[str, Tensor], metadata: dic
 # Settings
 
 
+HF_DEFAULTS = {
+    "n_layer": 12,
+    "n_head": 12,
+    "n_embd": 768,
+    "n_positions": 1024,
+    "resid_pdrop": 0.1,
+    "tie_word_embeddings": True,
+    "activation_function": "gelu_new",
+    "vocab_size": GPT2_VOCAB_SIZE,
+}
+
+
 def is_hf_folder(path: Path) -> bool:
     return path.is_dir() and (path / "config.json").exists() and not any(path.glob("checkpoint_*.pt"))
 
@@ -97,7 +118,7 @@ def _read_folder_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} is missing; {path.parent} is no Hugging Face model folder") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}); fetch the folder again") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object; fetch the folder again")
@@ -106,13 +127,14 @@ def _read_folder_json(path: Path) -> dict[str, Any]:
 
 def read_hf_config(folder: Path) -> ModelConfig:
     """The settings of a GPT-2 folder. Raises UserError, naming the field, where it is another architecture."""
-    values = _read_folder_json(folder / "config.json")
+    values = {**HF_DEFAULTS, **_read_folder_json(folder / "config.json")}
     kind = values.get("model_type")
     if kind != "gpt2":
         raise UserError(f"{folder} holds a model of type {kind!r}; only 'gpt2' can be read")
+    if (problem := misfit(values, {name: type(value) for name, value in HF_DEFAULTS.items()})) is not None:
+        raise UserError(f"{folder / 'config.json'} is damaged ({problem}); fetch the folder again")
     activations = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
-    activation = values.get("activation_function", "gelu_new")
-    n_embd = values.get("n_embd", 768)
+    activation, n_embd = values["activation_function"], values["n_embd"]
     unusual = {
         "activation_function": activation not in activations,
         "n_inner": values.get("n_inner") not in (None, 4 * n_embd),
@@ -124,17 +146,17 @@ def read_hf_config(folder: Path) -> ModelConfig:
         raise UserError(f"{folder / 'config.json'}: {name} is {values.get(name)!r}, which this model does not have")
     try:
         return ModelConfig(
-            n_layer=values.get("n_layer", 12),
-            n_head=values.get("n_head", 12),
+            n_layer=values["n_layer"],
+            n_head=values["n_head"],
             n_embd=n_embd,
-            block_size=values.get("n_positions", 1024),
-            dropout=float(values.get("resid_pdrop", 0.1)),
+            block_size=values["n_positions"],
+            dropout=float(values["resid_pdrop"]),
             bias=True,
-            tied_head=values.get("tie_word_embeddings", True),
+            tied_head=values["tie_word_embeddings"],
             activation=activations[activation],
-            vocab_size=values.get("vocab_size", GPT2_VOCAB_SIZE),
+            vocab_size=values["vocab_size"],
         )
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise UserError(f"{folder / 'config.json'}: {error}") from None
 
 
@@ -199,13 +221,15 @@ def from_hf_state(hf: dict[str, Tensor], config: ModelConfig) -> dict[str, Tenso
         name = name if name.startswith("lm_head.") else prefix + name
         if name.endswith((".attn.bias", ".attn.masked_bias")):
             continue  # the causal mask, which old files carry along
+        if tensor.dim() not in (1, 2):
+            raise UserError(f"the weight {name} has {tensor.dim()} dimensions, so this is no GPT-2; fetch it again")
         tensor = tensor.float()
         if name in ("transformer.wte.weight", "lm_head.weight"):
             padding = config.padded_vocab_size - tensor.shape[0]
             tensor = torch.nn.functional.pad(tensor, (0, 0, 0, max(0, padding)))
         state[name] = tensor.t().contiguous() if name.endswith(CONV1D) else tensor
     if config.tied_head:
-        state["lm_head.weight"] = state.get("transformer.wte.weight")
+        state["lm_head.weight"] = state.get("transformer.wte.weight", torch.empty(0))
     return state
 
 
@@ -221,9 +245,12 @@ def read_hf_state(folder: Path) -> dict[str, Tensor]:
     if not binary.exists():
         raise UserError(f"{folder} has neither model.safetensors nor pytorch_model.bin; fetch the weights")
     try:
-        return torch.load(binary, map_location="cpu", weights_only=True)
+        state = torch.load(binary, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle can fail in any way
         raise UserError(f"{binary} cannot be read ({type(error).__name__}); fetch it again") from None
+    if (problem := misfit(state, {str: Tensor})) is not None:
+        raise UserError(f"{binary} holds no table of weights ({problem}); fetch it again")
+    return state
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -235,7 +262,7 @@ def read_hf_tokenizer(folder: Path, vocab_size: int) -> BPETokenizer:
     path = folder / "tokenizer.json"
     try:
         tokenizer = BPETokenizer.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         tokenizer = _gpt2_tokenizer(folder)
     if tokenizer.vocab_size != vocab_size:
         raise UserError(f"{folder}: the tokenizer has {tokenizer.vocab_size:,} tokens, the model {vocab_size:,}")
@@ -245,7 +272,7 @@ def read_hf_tokenizer(folder: Path, vocab_size: int) -> BPETokenizer:
 def _gpt2_tokenizer(folder: Path) -> BPETokenizer:
     try:
         return BPETokenizer.from_gpt2(*_gpt2_tables(folder))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{folder} has a tokenizer that is neither GPT-2's nor one exported here ({error})") from None
 
 
@@ -267,7 +294,9 @@ def load_hf_folder(folder: Path, compute: ComputeConfig) -> LoadedModel:
     model_config = read_hf_config(folder)
     tokenizer = read_hf_tokenizer(folder, model_config.vocab_size)
     device = resolve_device(compute)
+    state = from_hf_state(read_hf_state(folder), model_config)
+    require_size(model_config, state, folder)
     model = GPT(model_config, attention=compute.attention)
-    load_weights(model, from_hf_state(read_hf_state(folder), model_config), folder)
+    load_weights(model, state, folder)
     config = dataclasses.replace(Config(), model=model_config)
     return LoadedModel(model.to(device.device).eval(), tokenizer, config, {}, device)

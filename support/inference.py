@@ -15,7 +15,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint import LoadedModel, find_checkpoint, load_checkpoint, load_model, load_weights, stored_config
+from checkpoint import (
+    LoadedModel,
+    find_checkpoint,
+    load_checkpoint,
+    load_model,
+    load_weights,
+    require_size,
+    stored_config,
+    stored_tokenizer,
+)
 from config import Config, ModelConfig, flag_of
 from model import GPT, RMS_EPS, CausalSelfAttention, rotate
 from support.common import UserError
@@ -215,14 +224,15 @@ def load_initial_weights(model: GPT, path: Path, config: Config, tokenizer: BPET
         source = read_hf_config(path)
         theirs = read_hf_tokenizer(path, source.vocab_size)
         state = from_hf_state(read_hf_state(path), source)
+        require_size(source, state, path)
     else:
         checkpoint, stored = _stored(path, config)
-        theirs, state = BPETokenizer.from_json(checkpoint["config"]["tokenizer"]), checkpoint["model"]
+        theirs, state = stored_tokenizer(path, checkpoint), checkpoint["model"]
         source = stored.model
     if theirs.sha256 != tokenizer.sha256:
         other = f"another vocabulary ({theirs.vocab_size:,} tokens, kind {theirs.kind}) than {config.tokenizer_path}"
         raise UserError(f"{path} was trained with {other}; prepare the corpus with that one, or leave --init-from out")
-    if source.position == "learned" and source.block_size > model.config.block_size:
+    if source.position == "learned" and source.block_size > model.config.block_size and "transformer.wpe.weight" in state:
         state["transformer.wpe.weight"] = state["transformer.wpe.weight"][: model.config.block_size]
     load_weights(model, state, path)
     return f"weights from {path}, optimizer fresh"

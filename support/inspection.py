@@ -13,8 +13,8 @@ import numpy as np
 
 from config import Config
 from corpus import SPLITS, Block, Corpus, disk_bytes
-from support.common import Progress, read_json, sha256_file
-from support.encoding import Repeats, WorkerPool, find_repeats, make_pool, token_dtype, without
+from support.common import Progress, UserError, misfit, read_json, sha256_file
+from support.encoding import PREPARED, Repeats, WorkerPool, find_repeats, make_pool, token_dtype, without
 from tokenizer import BPETokenizer
 
 READ_BYTES = 8 << 20
@@ -65,9 +65,17 @@ class _Sample:
     before: dict[str, int]
 
 
+def _read_meta(config: Config) -> dict[str, Any]:
+    path, command = config.tokens_dir / "meta.json", config.command("prepare_data.py")
+    meta = read_json(path, command)
+    if (problem := misfit(meta, PREPARED)) is not None:
+        raise UserError(f"{path} is damaged ({problem}); make it again with: {command}")
+    return meta
+
+
 def check_tokens(config: Config, corpus: Corpus, tokenizer: BPETokenizer, args: argparse.Namespace) -> int:
     """Prints what was verified and what differs; returns 1 if anything does."""
-    meta = read_json(config.tokens_dir / "meta.json", config.command("prepare_data.py"))
+    meta = _read_meta(config)
     differences = [*_check_inputs(config, corpus, tokenizer, meta), *_check_files(config, tokenizer, meta)]
     if not differences:
         with make_pool(corpus, tokenizer, args.workers) as pool:
@@ -234,7 +242,7 @@ def _sampled_texts(corpus: Corpus, samples: list[_Sample], repeats: Repeats | No
 
 def show_documents(config: Config, tokenizer: BPETokenizer, count: int) -> int:
     """Prints random training documents, a `|` between tokens, long ones shortened."""
-    meta = read_json(config.tokens_dir / "meta.json", config.command("prepare_data.py"))
+    meta = _read_meta(config)
     split = meta["splits"]["train"]
     chosen = random.Random(config.run.seed).sample(range(split["documents"]), min(count, split["documents"]))
     path = config.tokens_dir / split["file"]

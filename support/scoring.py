@@ -22,7 +22,7 @@ import torch
 from corpus import Corpus
 from dataset import IGNORED_TARGET, TokenData
 from model import GPT
-from support.common import Progress, UserError
+from support.common import Progress, UserError, misfit
 from tokenizer import BPETokenizer
 
 LOGITS_PER_BATCH = 1 << 26  # fp32 logits held at once: 256 MB, and as much again inside the loss
@@ -61,6 +61,8 @@ def document_starts(ids: np.ndarray, tokenizer: BPETokenizer) -> np.ndarray:
 def text_from_tokens(data: TokenData, split: str, tokenizer: BPETokenizer) -> ScoredText:
     """The split as encoded. Words and bytes of a document come from its decoded ids, their sums from meta.json."""
     ids, entry = data.split(split), data.meta["splits"][split]
+    if (problem := misfit(entry, {"words": int, "scored_bytes": int}, f"splits.{split}")) is not None:
+        raise UserError(f"{data.folder / 'meta.json'} is damaged ({problem}); make it again with: {data.command}")
     starts, counts = document_starts(ids, tokenizer), []
     with Progress(len(starts) - 1, "counting words", "document", scale=True) as progress:
         for a, b in itertools.pairwise(starts.tolist()):

@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoint import has_checkpoints, newest_readable, promote, remove_run, remove_temporaries, stored_config
+from checkpoint import (
+    has_checkpoints,
+    newest_readable,
+    promote,
+    remove_run,
+    remove_temporaries,
+    stored_config,
+    stored_tokenizer,
+)
 from config import SECTIONS, Config, ModelConfig, flag_of
 from dataset import TokenData, count_steps
 from optimizers import get_lr, warmup_steps
@@ -73,7 +81,7 @@ def resumed_run(config: Config, args: argparse.Namespace) -> Start:
     changes = changed_settings(stored, start.config)
     for name, old, new in (
         (DATA, checkpoint["config"]["data_fingerprint"], start.data.fingerprint),
-        (TOKENIZER, BPETokenizer.from_json(checkpoint["config"]["tokenizer"]).sha256, start.tokenizer.sha256),
+        (TOKENIZER, stored_tokenizer(path, checkpoint).sha256, start.tokenizer.sha256),
     ):
         if old != new:
             changes[name] = old, new
@@ -92,6 +100,11 @@ def open_inputs(config: Config) -> tuple[TokenData, BPETokenizer]:
     if tokenizer.sha256 != data.meta["tokenizer_sha256"]:
         command = config.command("prepare_data.py")
         raise UserError(f"{config.tokens_dir} was encoded with another tokenizer than {config.tokenizer_path}; run: {command}")
+    if tokenizer.vocab_size != data.vocab_size:
+        sizes = f"{data.vocab_size:,} tokens, the tokenizer {tokenizer.vocab_size:,}"
+        raise UserError(
+            f"{config.tokens_dir / 'meta.json'} is damaged (it says {sizes}); run: {config.command('prepare_data.py')}"
+        )
     for split in ("train", "val"):
         data.require_window(split, config.model.block_size)
         data.check_ids(split)

@@ -21,6 +21,7 @@ from config import Config
 from dataset import MICRO_STEP_STREAM, WindowReader, derived_seed, in_batches
 from model import GPT
 from optimizers import build_optimizer
+from support.common import UserError, misfit
 from support.device import Device, device_name
 from support.distributed import World
 
@@ -214,6 +215,8 @@ class Updater:
         """
         load_weights(self.model, checkpoint["model"], path)
         state = checkpoint["optimizer"]
+        if (problem := misfit(state, {"optimizer": dict, "scaler": dict if state.get("scaler") else (None,)})) is not None:
+            raise UserError(f"{path} holds no state of an optimizer ({problem}); use another checkpoint")
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])

@@ -226,9 +226,9 @@ def test_parquet_of_another_column_or_without_pyarrow(tmp_path: Path) -> None:
     (tmp_path / "pyarrow.py").write_text("raise ImportError", encoding="utf-8")
     code = (
         f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n"
-        "from pathlib import Path; import corpus, common\n"
+        "from pathlib import Path; import corpus; from support.common import UserError\n"
         "try: list(corpus._parquet_units(0, Path('a.parquet'), 'text'))\n"
-        "except common.UserError as e: print(e)"
+        "except UserError as e: print(e)"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "reading a.parquet needs pyarrow; install it with" in shown
@@ -325,7 +325,7 @@ def test_changed_or_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.jsonl is missing; run: .*download_data\.py"):
         load_corpus(config)
     (config.raw_dir / "manifest.json").write_text('{"format": 1, "files": []}', encoding="utf-8")
-    with pytest.raises(UserError, match="another format"):
+    with pytest.raises(UserError, match="documents is missing"):
         load_corpus(config)
     with pytest.raises(UserError, match=r"manifest\.json is missing; run: uv run python download_data\.py .*--size full"):
         load_corpus(make_config("wikitext103", {"data_dir": str(tmp_path)}))

@@ -153,7 +153,7 @@ def test_unfinished_or_damaged_token_files_are_refused(tiny: tuple):
     with pytest.raises(UserError, match="dtype"):
         TokenData.load(config)
     damage_meta(folder, dtype="uint16", splits=None)
-    with pytest.raises(UserError, match="no splits"):
+    with pytest.raises(UserError, match="splits is None"):
         TokenData.load(config)
     (folder / "meta.json").unlink()
     with pytest.raises(UserError, match=r"meta.json is missing; run: uv run python prepare_data.py"):
