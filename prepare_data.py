@@ -42,7 +42,9 @@ MANY_PASSES = 4  # repeating a source more often than this is worth little (Muen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=int, metavar="N", help="processes that encode; 1 stays in this one [one per core]")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="processes, or for little text threads, that encode [one per core]"
+    )
     parser.add_argument("--max-docs", type=int, metavar="N", help="take at most N documents of each split [all]")
     parser.add_argument("--dedup", choices=("off", "exact"), default="off", help="drop documents that repeat another [off]")
     parser.add_argument("--mix", metavar="NAME:WEIGHT,...", help="make --corpus a mix of other corpora by share of tokens")
@@ -102,7 +104,9 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def key_of(corpus: "Corpus", tokenizer: "BPETokenizer", args: argparse.Namespace) -> str:
-    return fingerprint([corpus.fingerprint, tokenizer.sha256, settings_of(args)])
+    from corpus import BLOCK_BYTES
+
+    return fingerprint([corpus.fingerprint, tokenizer.sha256, settings_of(args), BLOCK_BYTES])
 
 
 def current_meta(config: Config, key: str) -> dict[str, Any] | None:
@@ -137,7 +141,7 @@ def prepare(config: Config, corpus: "Corpus", tokenizer: "BPETokenizer", args: a
         needed = text_bytes(corpus) / LEAST_BYTES_PER_TOKEN * dtype.itemsize - writer.size
         require_free_space(config.tokens_dir, max(0, round(needed)), "the token files")
         with make_pool(corpus, tokenizer, args.workers) as pool:
-            print(f"encoding {corpus.bytes / 1e6:,.1f} MB, processes: {pool.workers}", flush=True)
+            print(f"encoding {corpus.bytes / 1e6:,.1f} MB, processes: {pool.processes}, threads: {pool.threads}", flush=True)
             repeats = find_repeats(pool.digests(corpus.blocks()), config.tokens_dir) if args.dedup == "exact" else None
             encode_all(corpus, pool, writer, repeats, args.max_docs)
         splits = writer.finish(corpus, tokenizer)

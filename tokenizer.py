@@ -18,7 +18,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +184,7 @@ class BPETokenizer:
         """The vocabulary in the schema of the `tokenizers` library; the same text for the same tokenizer, always."""
         return json.dumps(_schema(self), ensure_ascii=False, separators=(",", ":")) + "\n"
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         """Identity of the tokenizer: the hash of `to_json()`."""
         return hashlib.sha256(self.to_json().encode("utf-8")).hexdigest()

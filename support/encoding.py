@@ -1,7 +1,8 @@
 """Documents into token files: worker processes encode blocks of documents, in order; one process appends, with a journal.
 
 The journal says how much of the unfinished files is good, so a run that was killed continues where it was and ends with the
-same bytes as one that was not. Workers hold one block each, whatever the size of the corpus, and never import torch.
+same bytes as one that was not. Workers hold one block each, whatever the size of the corpus, and never import torch. A corpus
+too small for several processes, each of which starts and learns the words anew, is encoded by threads of one.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -25,11 +26,12 @@ from typing import IO, Any
 import numpy as np
 
 from bpe import WIDE_WHITESPACE, WORD_WHITESPACE, cpu_count
-from corpus import BLOCK_BYTES, SPLITS, Block, Corpus, Documents, document_hash
+from corpus import SPLITS, Block, Corpus, Documents, document_hash
 from support.common import UserError, atomic_write, fsync_dir, misfit
 from tokenizer import BPETokenizer
 
 COMMIT_SECONDS = 1.0
+PROCESS_BYTES = 64 << 20  # of less text a process spends more time on starting and on new words than it saves
 LARGEST_UINT16_VOCAB = 1 << 16
 
 # Kinds of bytes for `measure`: 1 is whitespace to str.split(), 2 may begin a whitespace character of several bytes.
@@ -60,27 +62,39 @@ class EncodedBlock:
 
 
 class BlockEncoder:
-    """Encodes blocks of one corpus with one tokenizer; a worker process holds one."""
+    """Encodes blocks of one corpus with one tokenizer, in `threads` threads; a worker process holds one."""
 
-    def __init__(self, corpus: Corpus, tokenizer: BPETokenizer) -> None:
-        self.corpus, self.tokenizer = corpus, tokenizer
+    def __init__(self, corpus: Corpus, tokenizer: BPETokenizer, threads: int = 1) -> None:
+        self.corpus, self.tokenizer, self.threads = corpus, tokenizer, threads
         self.dtype = token_dtype(tokenizer.vocab_size)
 
     def encode(self, block: Block, dropped: Sequence[int] = (), limits: dict[str, int] | None = None) -> EncodedBlock:
         """`dropped` are positions of documents to leave out, `limits` the most documents to take per split."""
+        return self.encode_documents(self.corpus.source_of(block), self.read(block, dropped, limits))
+
+    def read(self, block: Block, dropped: Sequence[int] = (), limits: dict[str, int] | None = None) -> Documents:
         documents = self.corpus.read(block)
         if len(dropped):
             documents = without(documents, set(dropped))
-        encoded = EncodedBlock(self.corpus.source_of(block), counts=documents.counts)
+        for split, most in (limits or {}).items():
+            documents.texts[split] = documents.texts[split][:most]
+            documents.files[split] = documents.files[split][:most]
+        return documents
+
+    def encode_documents(self, source: str, documents: Documents) -> EncodedBlock:
+        """All splits go through the encoder in one call: it is fastest where there is much that is alike."""
+        texts = [text for split in SPLITS for text in documents.texts[split]]
+        all_ids, all_offsets = self.tokenizer.encode_to_array(texts, threads=self.threads)
+        assert len(all_offsets) == len(texts) + 1, f"{len(texts)} documents, but {len(all_offsets)} offsets"
+        encoded, first = EncodedBlock(source, counts=documents.counts), 0
         for split in SPLITS:
-            most = len(documents.texts[split]) if limits is None else limits[split]
-            texts = documents.texts[split][:most]
-            if texts:
-                ids, offsets = self.tokenizer.encode_to_array(texts)
-                assert len(offsets) == len(texts) + 1, f"{len(texts)} documents, but {len(offsets)} offsets"
+            if n := len(documents.texts[split]):
+                offsets = all_offsets[first : first + n + 1]
+                ids, offsets = all_ids[offsets[0] : offsets[-1]], offsets - offsets[0]
                 encoded.ids[split] = self.with_separators(ids, offsets)
-                encoded.stats[split] = self._measure(texts, ids, offsets)
-                encoded.files[split] = dict(Counter(documents.files[split][:most]))
+                encoded.stats[split] = self._measure(documents.texts[split], ids, offsets)
+                encoded.files[split] = dict(Counter(documents.files[split]))
+                first += n
         return encoded
 
     def with_separators(self, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -172,19 +186,19 @@ def document_digests(corpus: Corpus, block: Block) -> tuple[list[bytes], list[st
 
 
 class WorkerPool:
-    """Applies a method of BlockEncoder, or a function of (corpus, block), to blocks in order, in `workers` processes.
+    """Applies a method of BlockEncoder, or a function of (corpus, block), to blocks in order.
 
-    With one worker everything happens in this process. Used as a context manager.
+    In `processes` processes of `threads` threads each; one process is this one. Used as a context manager.
     """
 
-    def __init__(self, corpus: Corpus, tokenizer: BPETokenizer, workers: int) -> None:
-        self.workers = workers
-        self.encoder = BlockEncoder(corpus, tokenizer)
+    def __init__(self, corpus: Corpus, tokenizer: BPETokenizer, processes: int, threads: int) -> None:
+        self.processes, self.threads = processes, threads
+        self.encoder = BlockEncoder(corpus, tokenizer, threads)
         self._executor: ProcessPoolExecutor | None = None
-        if workers > 1:
+        if processes > 1:
             context = multiprocessing.get_context("spawn")  # the one way that every system has
-            start = (corpus, tokenizer)
-            self._executor = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=start)
+            start = (corpus, tokenizer, threads)
+            self._executor = ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=start)
 
     def __enter__(self) -> "WorkerPool":
         return self
@@ -195,9 +209,21 @@ class WorkerPool:
 
     def encode(self, tasks: Iterable[tuple[Block, Sequence[int]]]) -> Iterator[EncodedBlock]:
         """`tasks` are blocks with the positions of documents to leave out."""
-        if self._executor is None:
-            return (self.encoder.encode(*task) for task in tasks)
-        return self._in_order(_encode_in_worker, tasks)
+        if self._executor is not None:
+            return self._in_order(_encode_in_worker, tasks)
+        return self._encode_here(tasks) if self.threads > 1 else (self.encoder.encode(*task) for task in tasks)
+
+    def _encode_here(self, tasks: Iterable[tuple[Block, Sequence[int]]]) -> Iterator[EncodedBlock]:
+        """While one block is encoded the next is read."""
+        encoder, pending = self.encoder, deque()
+        with ThreadPoolExecutor(1) as reader:
+            for block, dropped in tasks:
+                pending.append((encoder.corpus.source_of(block), reader.submit(encoder.read, block, dropped)))
+                if len(pending) == 2:
+                    source, documents = pending.popleft()
+                    yield encoder.encode_documents(source, documents.result())
+            for source, documents in pending:
+                yield encoder.encode_documents(source, documents.result())
 
     def digests(self, blocks: Iterable[Block]) -> Iterator[tuple[list[bytes], list[str]]]:
         if self._executor is None:
@@ -210,7 +236,7 @@ class WorkerPool:
         try:
             for task in tasks:
                 pending.append(self._executor.submit(function, *task))
-                if len(pending) >= 2 * self.workers:
+                if len(pending) >= 2 * self.processes:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
@@ -220,8 +246,10 @@ class WorkerPool:
 
 
 def make_pool(corpus: Corpus, tokenizer: BPETokenizer, workers: int | None) -> WorkerPool:
-    """A pool of so many workers, or one a core where that is not said, and no more than a small corpus keeps busy."""
-    return WorkerPool(corpus, tokenizer, min(workers or cpu_count(), max(1, corpus.bytes // (2 * BLOCK_BYTES))))
+    """A pool of so many workers, or one a core where that is not said: processes where each has enough to do, else threads."""
+    workers = workers or cpu_count()
+    processes = min(workers, max(1, corpus.bytes // PROCESS_BYTES))
+    return WorkerPool(corpus, tokenizer, processes, workers // processes)
 
 
 class _Worker:
@@ -230,10 +258,10 @@ class _Worker:
     encoder: BlockEncoder
 
 
-def _start_worker(corpus: Corpus, tokenizer: BPETokenizer) -> None:
+def _start_worker(corpus: Corpus, tokenizer: BPETokenizer, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends the workers
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    _Worker.encoder = BlockEncoder(corpus, tokenizer)
+    _Worker.encoder = BlockEncoder(corpus, tokenizer, threads)
 
 
 def _die_with_parent() -> None:
