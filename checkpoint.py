@@ -166,6 +166,7 @@ def remove_run(run_dir: Path) -> None:
     """Removes the checkpoints and records of a run that is started over."""
     for path in [*run_dir.glob("checkpoint_*.pt"), run_dir / "metrics.jsonl"]:
         path.unlink(missing_ok=True)
+    shutil.rmtree(run_dir / "tensorboard", ignore_errors=True)
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
@@ -265,7 +266,7 @@ def require_size(model: ModelConfig, weights: dict[str, Tensor], path: Path) -> 
     tied = model.padded_vocab_size * model.n_embd if model.tied_head and "lm_head.weight" in weights else 0
     expected = model.num_params + tables * rows + tied
     if found != expected:
-        raise UserError(f"the weights in {path} are {found:,} numbers, but its settings say {expected:,}: it is damaged")
+        raise UserError(f"the weights in {path} do not fit this model: {found:,} numbers, by its settings {expected:,}")
 
 
 def stored_tokenizer(path: Path, checkpoint: dict[str, Any]) -> "BPETokenizer":

@@ -398,7 +398,8 @@ def settings_parts(runs: Sequence[Run]) -> list[Markup]:
         return []
     if len(runs) == 1:
         text, preset = "In these the run differs from its preset", preset_settings(runs[0])
-        heads, compared = [f"preset {runs[0].settings.get('preset')}", *heads], [preset, *columns]
+        own = {name: value for name, value in columns[0].items() if not name.startswith("environment.")}
+        heads, compared = [f"preset {runs[0].settings.get('preset')}", *heads], [preset, own]
     else:
         text, compared = "In these the runs differ", columns
     differing = setting_rows(compared, only_different=True)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from config import Config, parse_config
 from support.common import FolderLock, Progress, Terminated, UserError, explain_os_error, format_duration, run_main
-from support.metrics import MetricsLog
+from support.metrics import MetricsLog, require_tensorboard
 
 if TYPE_CHECKING:
     from support.device import Device
@@ -43,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     start.add_argument("--overfit-batch", action="store_true", help="only check that the model learns one batch by heart")
     parser.add_argument(
         "--init-from", type=Path, metavar="PATH", help="begin with the weights of a checkpoint or a Hugging Face GPT-2 folder"
+    )
+    parser.add_argument(
+        "--tensorboard", action="store_true", help="write the metrics as TensorBoard events too, in the run's folder"
     )
     parser.add_argument(
         "--override",
@@ -120,11 +123,13 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------------------
     # The loop
 
-    def train(self) -> None:
+    def train(self, tensorboard: bool = False) -> None:
         """Trains from where `state` stands to the end of the schedule or to a signal; both end with a checkpoint."""
         from support.device import matmul_rate
 
         self.metrics.cut_back(self.state.step, self.state.last_eval_iter)
+        if tensorboard:
+            self.metrics.mirror()
         self.peak_flops = matmul_rate(self.device) * self.world.size
         self.clock, self.interval_s, self.interval_tokens = time.monotonic(), 0.0, 0
         if self.world.is_main:
@@ -356,6 +361,8 @@ def train_run(config: Config, args: argparse.Namespace, world: "World", stop: "S
     from support.memory import explained_out_of_memory
     from support.start import check_schedule, check_start, new_run, resumed_run, tidy_folder
 
+    if args.tensorboard:
+        require_tensorboard()
     check_start(config, args)
     start = None if args.resume else new_run(config, args.init_from, args.given)
     with FolderLock(config.run_dir, f"run {config.run_name}") if world.is_main else contextlib.nullcontext():
@@ -365,9 +372,9 @@ def train_run(config: Config, args: argparse.Namespace, world: "World", stop: "S
         with explained_out_of_memory(start.config):
             trainer = make_trainer(start, world, stop, args.init_from)
             # Last, so that a run that is started over goes only when the new one can begin.
-            for line in tidy_folder(start) if world.is_main else []:
+            for line in tidy_folder(start, trainer.updater.environment()) if world.is_main else []:
                 trainer.say(line)
-            trainer.train()
+            trainer.train(args.tensorboard)
         end(trainer)
 
 

@@ -525,13 +525,19 @@ def run_case(case: Case, good: Path, folder: Path) -> Ending:
     return run_stage(folder, script, arguments)
 
 
-def bench(work: Path, cases: Sequence[Case], say: Callable[[str], None]) -> Tally:
-    """Runs all cases below `work`; `say` hears of every fault."""
-    folder, good, tally = work / "case", work / "good", Tally()
+def make_good(work: Path) -> Path:
+    """The folder of the good artifacts, made once. The manifest holds whole paths, so cases run where they were made."""
+    folder, good = work / "case", work / "good"
     if not good.exists():
         folder.mkdir(parents=True, exist_ok=True)
         make_artifacts(folder)
-        folder.rename(good)  # the manifest names the texts by their whole path, so cases run where the artifacts were made
+        folder.rename(good)
+    return good
+
+
+def bench(work: Path, cases: Sequence[Case], say: Callable[[str], None]) -> Tally:
+    """Runs all cases below `work`; `say` hears of every fault."""
+    folder, good, tally = work / "case", make_good(work), Tally()
     for case in cases:
         ending = run_case(case, good, folder)
         fault = ending.fault(folder, may_fail="--check" in case.command)

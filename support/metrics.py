@@ -6,13 +6,23 @@ record is ever missing or there twice.
 
 import contextlib
 import errno
+import importlib.util
 import json
 import math
 import os
+import shutil
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from support.common import atomic_write
+from support.common import UserError, atomic_write
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+def require_tensorboard() -> None:
+    if importlib.util.find_spec("tensorboard") is None:
+        raise UserError("--tensorboard needs the package tensorboard; run: uv pip install tensorboard, or leave the flag out")
 
 
 class MetricsLog:
@@ -22,6 +32,7 @@ class MetricsLog:
         self.path = path
         self._file: IO[bytes] | None = None
         self._pending = b""
+        self._events: SummaryWriter | None = None
 
     def append(self, record: dict[str, Any]) -> None:
         """Writes one record; numbers that JSON cannot say become null.
@@ -34,6 +45,7 @@ class MetricsLog:
         self._pending += (json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
         with contextlib.suppress(OSError):
             self._write_pending()
+            self._add_events(plain)
 
     def _write_pending(self) -> None:
         if self._file is None:
@@ -46,6 +58,28 @@ class MetricsLog:
             self._file.truncate(size)  # no torn line before the next attempt
             raise
         self._pending = b""
+
+    def mirror(self) -> None:
+        """From now on records go to RUN/tensorboard/ as events too.
+
+        Those of the records so far are written anew, since events cannot be cut back: none is missing and none is there twice.
+        """
+        if self.path is None:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = self.path.parent / "tensorboard"
+        shutil.rmtree(folder, ignore_errors=True)
+        self._events = SummaryWriter(str(folder))
+        for record in read_metrics(self.path) if self.path.exists() else []:
+            self._add_events(record)
+
+    def _add_events(self, record: dict[str, Any]) -> None:
+        for name, value in record.items() if self._events is not None else ():
+            if isinstance(value, int | float) and name != "step":
+                self._events.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+            elif name == "text":
+                self._events.add_text(record["kind"], value, record["step"])
 
     def sync(self) -> None:
         """Makes all records durable; called before a checkpoint that counts on them is written. Raises OSError."""
@@ -68,6 +102,9 @@ class MetricsLog:
         if self._file is not None:
             self._file.close()
             self._file = None
+        if self._events is not None:
+            self._events.close()
+            self._events = None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

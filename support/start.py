@@ -128,15 +128,18 @@ def check_schedule(config: Config, data: TokenData, world: World) -> int:
     return steps
 
 
-def tidy_folder(start: Start) -> list[str]:
-    """Puts the run's folder in order, for the process that holds its lock; returns lines that say what was removed."""
+def tidy_folder(start: Start, environment: dict[str, Any]) -> list[str]:
+    """Puts the run's folder in order, for the process that holds its lock; returns lines that say what was removed.
+
+    config.json holds the settings and what decides how sums are rounded besides them.
+    """
     run_dir = start.config.run_dir
     removed = remove_temporaries(run_dir)
     if start.path is None:
         remove_run(run_dir)
     else:
         promote(start.path, run_dir)
-    write_json(run_dir / "config.json", start.config.to_dict())
+    write_json(run_dir / "config.json", {**start.config.to_dict(), "environment": environment})
     return [f"removed {name}, left by a save that was killed" for name in removed]
 
 
