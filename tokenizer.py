@@ -148,10 +148,10 @@ class BPETokenizer:
         if not isinstance(model, dict):
             raise ValueError("it has no model")
         vocab, merges = model.get("vocab"), model.get("merges")
+        _check_vocab(vocab, merges)
         kind = _kind_of(data)
         if kind is None:
             raise ValueError("its splitter is none of word, byte and gpt2")
-        _check_vocab(vocab, merges)
         names = sorted(vocab, key=vocab.__getitem__)
         known = tuple(i for i, name in enumerate(names) if name in (SPECIAL_TOKENS if kind != "gpt2" else (GPT2_END_OF_TEXT,)))
         if known != (tuple(range(len(SPECIAL_TOKENS))) if kind != "gpt2" else (len(names) - 1,)):
@@ -350,7 +350,7 @@ def _kind_of(data: dict[str, Any]) -> str | None:
         return "word"
     if not isinstance(data.get("pre_tokenizer"), dict) or data["pre_tokenizer"].get("type") != "ByteLevel":
         return None
-    return "gpt2" if GPT2_END_OF_TEXT in data["model"].get("vocab", ()) else "byte"
+    return "gpt2" if GPT2_END_OF_TEXT in data["model"]["vocab"] else "byte"
 
 
 def _check_vocab(vocab: Any, merges: Any) -> None:

@@ -42,7 +42,7 @@ PRELOADED = [
     *("torch", "torch._dynamo", "support.start", "support.updater", "support.sampling", "support.inference"),
     *("support.scoring", "support.estimate", "support.encoding", "support.inspection", "support.hf_modern", *STAGES),
 ]
-TIMEOUT_S = 90
+TIMEOUT_S, BUSY_S = 60, 10
 MEMORY_BYTES = 4 << 30  # what a stage may map beyond what is loaded
 CANARY = "canary"
 
@@ -59,19 +59,20 @@ SHORT = ("--max-new-tokens", "4")
 
 @dataclass(frozen=True)
 class Ending:
-    """How a stage ended; `code` is None where it had to be killed."""
+    """How a stage ended; `code` is None where it had to be killed, `busy` whether it was still saying new things then."""
 
     code: int | None
     output: str
+    busy: bool = False
 
     def fault(self, folder: Path, may_fail: bool) -> str | None:
         """What it did that no stage may do, None where it is fine. `may_fail`: finding something wrong is its business."""
         if (folder / CANARY).exists():
             return "executed what a file brought"
-        if self.code is None:
-            return "hangs"
         if "Traceback" in self.output:
             return "traceback"
+        if self.code is None:  # a schedule may be damaged to a long one
+            return None if self.busy else "hangs"
         errors = sum(line.startswith("error: ") for line in self.output.splitlines())
         if self.code == 2:
             return None if errors == 1 else f"{errors} error lines"
@@ -87,11 +88,13 @@ def run_stage(folder: Path, script: str, arguments: Sequence[str], before: str =
     process = context.Process(target=_child, args=(str(folder), script, list(arguments), str(log), before))
     process.start()
     process.join(TIMEOUT_S)
-    hung = process.exitcode is None
-    if hung:
+    killed, said = process.exitcode is None, log.stat().st_size
+    if killed:
+        process.join(BUSY_S)
         process.kill()
         process.join()
-    return Ending(None if hung else process.exitcode, log.read_text(encoding="utf-8", errors="replace"))
+    output = log.read_text(encoding="utf-8", errors="replace")
+    return Ending(None if killed else process.exitcode, output, busy=log.stat().st_size > said)
 
 
 def _child(folder: str, script: str, arguments: list[str], log: str, before: str) -> None:

@@ -82,6 +82,7 @@ FOUND = {
     "unknown preset": (BEST, in_torch("config", "settings", "preset", value="x"), bench_hostile.EVALUATE),
     "optimizer state a number": (LATEST, in_torch("optimizer", "optimizer", "state", BIAS, value=3), bench_hostile.RESUME),
     "progress of text": (LATEST, in_torch("config", "progress", "tokens_seen", value="x"), bench_hostile.RESUME),
+    "vocabulary a number": ("data/tiny/tokenizer.json", in_json("model", "vocab", value=3), bench_hostile.NEW_RUN),
     "weights a table": ("hf_bin/pytorch_model.bin", in_torch("transformer.wte.weight", value={}), bench_hostile.HF_BIN[0]),
     "nested tokenizer": ("hf/tokenizer.json", lambda *_: b"[" * 200_000, bench_hostile.HF[0]),
     "width of text": ("hf/config.json", in_json("n_embd", value="x"), bench_hostile.HF[0]),
