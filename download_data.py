@@ -110,8 +110,8 @@ def check_flags(args: argparse.Namespace, built_in: str | None) -> None:
 
 def recorded_source(config: Config) -> "Source":
     """The source of a corpus that exists already, from its manifest."""
-    from corpus import manifest_path
     from support import sources
+    from support.manifest import manifest_path
 
     path = manifest_path(config)
     if not path.exists():
@@ -138,7 +138,7 @@ def own_folders(config: Config) -> tuple[Path, ...]:
 
 def recorded_manifest(config: Config) -> dict[str, Any] | None:
     """The manifest of an earlier call; None where there is none, or, after saying so, where it cannot be used."""
-    from corpus import check_manifest, manifest_path
+    from support.manifest import check_manifest, manifest_path
 
     path = manifest_path(config)
     if not path.exists():
@@ -215,7 +215,7 @@ def find_damage(config: Config, manifest: dict[str, Any]) -> dict[str, str]:
 
 def bring(config: Config, source: "Source") -> dict[str, Any]:
     """Lets the source bring its files and takes stock of them."""
-    from corpus import build_manifest
+    from support.manifest import build_manifest
 
     config.raw_dir.mkdir(parents=True, exist_ok=True)
     files = source.collect(config.raw_dir)

@@ -103,8 +103,8 @@ def data_config(config: Config, given: dict[str, Any], loaded: "LoadedModel") ->
 
 def open_text(config: Config, split: str, tokenizer: "BPETokenizer", detokenise: bool) -> "ScoredText":
     """The split in the tokenizer's ids: from the token files if they are in them, else from the text."""
-    from corpus import load_corpus
     from dataset import TokenData
+    from support.manifest import load_corpus
     from support.scoring import text_from_corpus, text_from_tokens
 
     if not detokenise and (config.tokens_dir / "meta.json").exists():

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("workers", "max_docs", "show"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}, but it must be at least 1")
-    from corpus import load_corpus, make_mix
+    from support.manifest import load_corpus, make_mix
 
     if args.mix is not None:
         make_mix(config, args.mix)
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             meta = prepare(config, corpus, tokenizer, args)
         else:
             print(f"{config.tokens_dir} is current (same text, tokenizer and settings): nothing to do")
-    print_summary(config, meta)
+    print_summary(config, corpus, meta)
     return 0
 
 
@@ -256,7 +256,9 @@ def meta_of(
     }
 
 
-def print_summary(config: Config, meta: dict[str, Any]) -> None:
+def print_summary(config: Config, corpus: "Corpus", meta: dict[str, Any]) -> None:
+    from support.manifest import split_notes
+
     for name, split in meta["splits"].items():
         print(split_line(name, split))
         files = ", ".join(f"{Path(path).name} ({n:,})" for path, n in split["top_files"].items())
@@ -266,7 +268,7 @@ def print_summary(config: Config, meta: dict[str, Any]) -> None:
         print(source_line(name, source))
     for what, n in meta["counts"].items():
         print(f"{what}: {n:,}")
-    for line in too_short(config, meta):
+    for line in (*split_notes(corpus), *too_short(config, meta)):
         print(line)
     total = sum(split["tokens"] for split in meta["splits"].values())
     print(f"wrote {config.tokens_dir} ({total:,} tokens, {meta['dtype']}, fingerprint {meta['fingerprint'][:12]})")

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     config, args = parse_config(argv, doc=__doc__, uses=USES, add_arguments=add_arguments)
-    from corpus import load_corpus
+    from support.manifest import load_corpus
 
     corpus = load_corpus(config)
     if args.archive is not None and config.tokenizer.tokenizer_kind != "gpt2":

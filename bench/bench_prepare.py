@@ -3,7 +3,8 @@
     uv run python bench/bench_prepare.py TEXT.raw [--megabytes 1000] [--parquet] [--workers 2]
 
 Copies of TEXT.raw (WikiText layout) up to --megabytes are prepared in a temporary folder, as they are or as one parquet file.
-Prints wall and CPU seconds of the whole stage, of the encoder in one call in this process, and the stage's peak memory.
+A first run of the stage, which also compiles the modules, is watched for peak memory. Without --megabytes a second one is
+timed, and so is the encoder in one call in this process.
 """
 
 import argparse
@@ -20,8 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from config import Config, make_config  # noqa: E402
-from corpus import SourceFile, _articles, build_manifest, load_corpus  # noqa: E402
+from corpus import SourceFile, _articles  # noqa: E402
 from support.common import write_json  # noqa: E402
+from support.manifest import build_manifest, load_corpus  # noqa: E402
 from tokenizer import BPETokenizer  # noqa: E402
 
 
@@ -38,15 +40,15 @@ def main() -> None:
         source = make_source(args, Path(folder))
         build_manifest(config, {"kind": "bench"}, [SourceFile.of(source)])
         give_tokenizer(config, args)
+        peak, peak_private, wall = watch_stage(config, args.workers)
+        size = source.stat().st_size / 1e6
+        print(f"peak memory of all processes: {peak:,.0f} MB resident ({peak_private:,.0f} MB unshared), in {wall:.0f} s")
         if not args.megabytes:
+            shutil.rmtree(config.tokens_dir)
+            wall, cpu = time_stage(config, args.workers)
+            print(f"stage, {args.workers} workers: {wall:.2f} s, {cpu:.2f} s of CPU for {size:,.1f} MB")
             wall, cpu = encode_alone(config, args)
             print(f"encoder alone, {args.workers} threads: {wall:.2f} s, {cpu:.2f} s of CPU")
-        wall, cpu, _, _ = run_stage(config, args.workers, watch=False)
-        shutil.rmtree(config.tokens_dir)
-        _, _, peak, peak_private = run_stage(config, args.workers, watch=True)  # watching costs time of its own
-        size = source.stat().st_size / 1e6
-        print(f"stage, {args.workers} workers: {wall:.2f} s, {cpu:.2f} s of CPU for {size:,.1f} MB")
-        print(f"peak memory of all processes: {peak:,.0f} MB resident ({peak_private:,.0f} MB unshared)")
 
 
 def make_source(args: argparse.Namespace, folder: Path) -> Path:
@@ -91,21 +93,32 @@ def encode_alone(config: Config, args: argparse.Namespace) -> tuple[float, float
     return time.perf_counter() - t0, time.process_time() - cpu0
 
 
-def run_stage(config: Config, workers: int, watch: bool) -> tuple[float, float, float, float]:
-    """Wall and CPU seconds, peak megabytes resident and unshared, summed over the stage and its workers."""
+def start_stage(config: Config, workers: int) -> subprocess.Popen:
+    """With modules compiled once, as on any machine where the project has run before."""
     command = [sys.executable, str(ROOT / "prepare_data.py"), "--corpus", "bench", "--data-dir", config.run.data_dir]
-    before, t0 = os.times(), time.perf_counter()
-    process = subprocess.Popen([*command, "--workers", str(workers)], stdout=subprocess.DEVNULL)
+    compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(Path(config.run.data_dir) / "pycache")}
+    env = {**os.environ, **compiled}
+    return subprocess.Popen([*command, "--workers", str(workers)], stdout=subprocess.DEVNULL, env=env)
+
+
+def watch_stage(config: Config, workers: int) -> tuple[float, float, float]:
+    """Peak megabytes resident and unshared, summed over the stage and its workers, and the seconds it took."""
+    t0, process = time.perf_counter(), start_stage(config, workers)
     peak = peak_private = 0.0
-    while watch and process.poll() is None:
+    while process.poll() is None:
         resident, private = memory_of(process.pid)
         peak, peak_private = max(peak, resident), max(peak_private, private)
         time.sleep(0.02)
-    process.wait()
-    wall, after = time.perf_counter() - t0, os.times()
     assert process.returncode == 0, "the stage failed"
-    cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    return wall, cpu, peak, peak_private
+    return peak, peak_private, time.perf_counter() - t0
+
+
+def time_stage(config: Config, workers: int) -> tuple[float, float]:
+    """Wall and CPU seconds of the stage and its workers."""
+    before, t0 = os.times(), time.perf_counter()
+    assert start_stage(config, workers).wait() == 0, "the stage failed"
+    wall, after = time.perf_counter() - t0, os.times()
+    return wall, after.children_user + after.children_system - before.children_user - before.children_system
 
 
 def memory_of(pid: int) -> tuple[float, float]:

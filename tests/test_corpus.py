@@ -14,8 +14,9 @@ from conftest import ROOT
 
 import corpus
 from config import Config, make_config
-from corpus import Corpus, SourceFile, build_manifest, cut_pieces, load_corpus, make_mix
+from corpus import Corpus, SourceFile, cut_pieces
 from support.common import UserError
+from support.manifest import build_manifest, load_corpus, make_mix
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "ran", "away", "from", "every", "dog", "in", "town"]
 
@@ -401,7 +402,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     code = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from corpus import SourceFile, build_manifest, load_corpus
+from corpus import SourceFile
+from support.manifest import build_manifest, load_corpus
 from config import make_config
 config = make_config("wikitext103", {{"data_dir": {str(tmp_path / "data")!r}}})
 build_manifest(config, {{}}, [SourceFile.of({str(tmp_path / "wiki.train.raw")!r})])

@@ -270,6 +270,7 @@ def test_own_folder(here: Path, capsys: pytest.CaptureFixture) -> None:
     paths = [Path(f["path"]) for f in manifest["files"]]
     assert len(paths) == 41 and all(path.is_absolute() and path.exists() for path in paths)
     assert sum(manifest["documents"].values()) == 42
+    assert manifest["notes"] and all(note in out for note in manifest["notes"])
     assert [p.name for p in (here / "data/custom/raw").iterdir()] == ["manifest.json"]
 
     (notes / "new.md").write_text("A new note.", encoding="utf-8")

@@ -10,8 +10,9 @@ import pytest
 from conftest import ROOT
 
 from config import make_config
-from corpus import Corpus, SourceFile, build_manifest
+from corpus import Corpus, SourceFile
 from support import docstrings
+from support.manifest import build_manifest
 
 SOURCE = '''
 """Module docstring, which has to be eighty characters or more to be taken, and is just that."""
@@ -148,7 +149,7 @@ def test_no_source_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_nothing_is_imported() -> None:
     """To find the packages, torch is imported: seconds of waiting, and foreign code runs."""
-    code = "import sys, docstrings; print(docstrings.versions(), len(list(docstrings._source_files())), sorted(sys.modules))"
+    code = "import sys; from support import docstrings; print(docstrings.versions(), len(list(docstrings._source_files())), sorted(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
     assert "'torch': '" in result.stdout and "'numpy': '" in result.stdout
     assert "'torch'," not in result.stdout and "'numpy'," not in result.stdout
