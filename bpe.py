@@ -115,16 +115,16 @@ def word_spans(window: np.ndarray) -> Spans:
 
     A text's last word has no space: END, which as padding is no part of a piece, takes its place.
     """
-    inside = len(window) - MARGIN + 1
-    text = window[:inside]
+    text = window[: len(window) - MARGIN + 1]
     _blank_wide_whitespace(text)
     blank = _is_word_whitespace(text)
-    starts = np.flatnonzero(blank[:-1] > blank[1:]) + 1
+    edges = np.flatnonzero(blank[1:] != blank[:-1]) + 1  # the text ends with END, which is blank
     if not blank[0]:
-        starts = np.concatenate(([0], starts))
-    ends = np.flatnonzero(blank[1:] > blank[:-1]) + 2
-    text[np.flatnonzero(blank & (text != END) & (text != 0x20))] = 0x20  # by index: few, and a masked write is slow
-    last = np.searchsorted(starts, np.flatnonzero(text == END)) - 1  # words; of an empty text, the word before it
+        edges = np.concatenate(([0], edges))
+    starts, ends = edges[::2].copy(), edges[1::2] + 1
+    closing = np.flatnonzero(text == END)
+    text[ends - 1] = 0x20
+    last = np.searchsorted(starts, closing) - 1  # words; of an empty text, the word before it
     text[ends[last[last >= 0]] - 1] = END
     return starts, ends - starts
 
@@ -375,9 +375,11 @@ class Counts:
     def pieces(self) -> tuple[np.ndarray, np.ndarray, int]:
         """Distinct pieces, END behind each, as one uint8 array; how often each occurs, int64; how many were left out."""
         lanes_by_size, counts = [], []
+        sizes = [lanes for lanes in (1, 2) if self._rows[lanes]]
+        for _ in ordered_map(self._join, sizes, cpu_count()):
+            pass
         for lanes in (1, 2):
             if self._rows[lanes]:
-                self._join(lanes)
                 columns, sums = self._rows[lanes][0]
                 real = columns[0] != _PADDING[0]  # not END alone, the piece between texts
                 lanes_by_size.append(tuple(column[real] for column in columns))
@@ -457,6 +459,7 @@ def code_points(text: np.ndarray) -> np.ndarray:
 
 BATCH = 64  # merges applied together at most; 16 to 128 make no difference
 CHUNK = 1 << 20  # cells looked at together when all are read
+PARALLEL_ROWS = 1 << 15  # places from which on two threads look at halves of a batch
 BATCH_ROWS = 1 << 20  # places they occur at together, unless one merge alone has more: bounds the memory of a batch
 
 
@@ -569,14 +572,13 @@ class Learner:
         at = np.flatnonzero((cells != 0) & (cells < self.flag)) + low
         left = self.cells[at]
         right = self.cells[at + self.width[left]]
-        pair = np.flatnonzero(right)
-        at, left, right = at[pair], left[pair], right[pair]
-        order, starts, group_left, group_right = grouped(left, right, len(self.tokens))
+        order, starts, left, right = grouped(left, right, len(self.tokens))
         at = at[order]
         places[low : low + len(at)] = at
         sums = np.add.reduceat(self.weights[at], starts, dtype=np.int64) if len(at) else np.zeros(0, np.int64)
         ends = np.append(starts[1:], len(at))[: len(starts)]
-        return group_left, group_right, sums, starts + low, ends + low
+        pair = np.flatnonzero(right)  # but no pair reaches beyond its piece
+        return tuple(column[pair] for column in (left, right, sums, starts + low, ends + low))
 
     def _count(self, left: np.ndarray, right: np.ndarray, counts: np.ndarray, places: list[np.ndarray]) -> None:
         """Takes up pairs that were never counted before."""
@@ -629,19 +631,34 @@ class Learner:
 
     def apply(self, batch: list[Merge]) -> list[tuple[int, int]]:
         """Merges the pairs of `batch`, or the first ones where a pair made by one may come before a later one."""
-        places = self._occurrences(batch)
-        groups = self._neighbours(places)
-        size = self._first_rival(batch, groups)
+        parts = self._parts(batch)
+        parts = list(ordered_map(self._look, parts, min(len(parts), cpu_count())))
+        size = self._first_rival(batch, [groups for _, groups in parts])
         if size < len(batch):  # seldom
             for merge in batch[size:]:
                 heapq.heappush(self.heap, (-merge.count, self.tokens[merge.left], self.tokens[merge.right], merge.number))
             return self.apply(batch[:size])
         new = self._add_tokens(batch)
-        self._write(places, new)
-        self._recount(batch, new, places, groups)
+        for places, _ in parts:
+            self._write(places, new)
+        for _, groups in parts:
+            self._recount(batch, new, groups)
         return [(merge.left, merge.right) for merge in batch]
 
-    def _occurrences(self, batch: list[Merge]) -> "Places":
+    def _parts(self, batch: list[Merge]) -> list[tuple[int, list[Merge]]]:
+        """The batch, or where that pays two halves with about as many places, each behind the number of its first merge."""
+        behind = np.cumsum([len(self.places[merge.number]) for merge in batch])
+        half = int(np.searchsorted(behind, behind[-1] // 2)) + 1
+        if behind[-1] < PARALLEL_ROWS or half == len(batch):
+            return [(0, batch)]
+        return [(0, batch[:half]), (half, batch[half:])]
+
+    def _look(self, part: tuple[int, list[Merge]]) -> tuple["Places", "Groups"]:
+        """Where part of a batch merges, and what is beside it."""
+        places = self._occurrences(*part)
+        return places, self._neighbours(places)
+
+    def _occurrences(self, first: int, batch: list[Merge]) -> "Places":
         """Every place to merge. Per-merge values are spread over the places by `repeat`, which costs far less than indexing."""
         listed = [self.places[merge.number] for merge in batch]
         sizes = np.array([len(p) for p in listed])
@@ -658,7 +675,7 @@ class Learner:
             middle, sizes = at + width, np.array([len(at)])
         else:
             sizes = np.diff(np.searchsorted(valid, np.cumsum(sizes)), prepend=0)
-        return Places(sizes, at, middle, middle + np.repeat(self.width[right], sizes))
+        return Places(first, sizes, at, middle, middle + np.repeat(self.width[right], sizes))
 
     def _ids(self, cells: np.ndarray) -> np.ndarray:
         """The ids that first or last cells hold."""
@@ -667,18 +684,19 @@ class Learner:
     def _neighbours(self, places: "Places") -> "Groups":
         """What is beside the places. The array ends with 0, so index -1 is none either."""
         cells = np.concatenate((places.at - 1, places.end))
-        merges = np.arange(len(places.sizes), dtype=np.uint8)
+        merges = np.arange(places.first, places.first + len(places.sizes), dtype=np.uint8)
         owner = np.repeat(np.concatenate((2 * merges, 2 * merges + 1)), np.tile(places.sizes, 2))
         return Groups(cells, owner, self._ids(cells), np.tile(self.weights[places.at], 2), len(self.tokens))
 
-    def _first_rival(self, batch: list[Merge], groups: "Groups") -> int:
+    def _first_rival(self, batch: list[Merge], parts: list["Groups"]) -> int:
         """How many merges of the batch are sure to come in this order.
 
         Merge j may go along when every pair that merges before it create is rarer than it. The counts are taken from the
         neighbours as they are before the batch: what the batch makes of them later can only divide a pair.
         """
         highest = np.zeros(len(batch), np.int64)
-        np.maximum.at(highest, groups.merge, groups.sums)
+        for groups in parts:
+            np.maximum.at(highest, groups.merge, groups.sums)
         counts = np.array([merge.count for merge in batch])
         rivals = np.flatnonzero(np.maximum.accumulate(highest)[:-1] >= counts[1:])
         return int(rivals[0]) + 1 if len(rivals) else len(batch)
@@ -695,13 +713,14 @@ class Learner:
         return np.arange(first, first + len(batch))
 
     def _write(self, places: "Places", new: np.ndarray) -> None:
+        new = new[places.first : places.first + len(places.sizes)]
         ids = np.repeat(new.astype(self.cells.dtype), places.sizes)
         self.cells[places.middle - 1] = 0
         self.cells[places.middle] = 0
         self.cells[places.at] = ids
         self.cells[places.end - 1] = ids | self.cells.dtype.type(self.flag)
 
-    def _recount(self, batch: list[Merge], new: np.ndarray, places: "Places", groups: "Groups") -> None:
+    def _recount(self, batch: list[Merge], new: np.ndarray, groups: "Groups") -> None:
         """Takes the pairs that are gone off their counts and counts the new ones.
 
         x L R y: (x, L) and (R, y) are lost, (x, new) and (new, y) gained. Where y was itself merged in this batch, the
@@ -762,6 +781,7 @@ class Places(NamedTuple):
     """Where a batch merges, the places of one merge behind those of another: the first cells of both tokens, and the cell
     behind them."""
 
+    first: int  # the first merge's number in the batch
     sizes: np.ndarray  # how many places each merge has
     at: np.ndarray
     middle: np.ndarray
@@ -777,11 +797,11 @@ class Groups:
         """One row for each side of each place: the cell beside it; 2 * the number of its merge, and 1 more on the right
         side; the id in that cell, 0 for none; and the count of the piece."""
         self.cells, self.owner, self.weight = cells, owner, weight
-        rows = np.flatnonzero(neighbour)
-        order, self.starts, owner, neighbour = grouped(owner[rows], neighbour[rows], vocab_size)
-        self.rows = rows[order]
-        self.sums = np.add.reduceat(weight[self.rows], self.starts, dtype=np.int64) if len(rows) else np.zeros(0, np.int64)
-        self.merge, self.side, self.neighbour = owner >> 1, owner & 1, neighbour
+        self.rows, starts, owner, neighbour = grouped(owner, neighbour, vocab_size)
+        real = np.flatnonzero(neighbour)
+        self.starts, self.ends = starts[real], np.append(starts[1:], len(self.rows))[real]
+        self.sums = np.add.reduceat(weight[self.rows], starts, dtype=np.int64)[real]
+        self.merge, self.side, self.neighbour = owner[real] >> 1, owner[real] & 1, neighbour[real]
 
     def pairs_with(self, token: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The left and the right ids of the pairs that the neighbours make with one token for each group."""
@@ -789,7 +809,7 @@ class Groups:
 
     def rows_of(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The rows of some groups (one at least), one group after the other, and how many each has."""
-        sizes = np.append(self.starts, len(self.rows))[chosen + 1] - self.starts[chosen]
+        sizes = self.ends[chosen] - self.starts[chosen]
         behind = np.cumsum(sizes)
         return self.rows[np.repeat(self.starts[chosen] - behind + sizes, sizes) + np.arange(behind[-1])], sizes
 
