@@ -21,7 +21,8 @@ SMALL_MODEL = [
     "--compile",
     "off",
 ]
-TINY_TORCHRUN = [*TINY, "--batch-size", "2", "--grad-accum-steps", "2"]
+# train.py takes no vocabulary size, the first flag of TINY.
+TINY_TORCHRUN = [*TINY[2:], "--batch-size", "2", "--grad-accum-steps", "2"]
 
 
 def readme_commands() -> list[str]:
