@@ -375,15 +375,13 @@ class Counts:
     def pieces(self) -> tuple[np.ndarray, np.ndarray, int]:
         """Distinct pieces, END behind each, as one uint8 array; how often each occurs, int64; how many were left out."""
         lanes_by_size, counts = [], []
-        sizes = [lanes for lanes in (1, 2) if self._rows[lanes]]
-        for _ in ordered_map(self._join, sizes, cpu_count()):
-            pass
-        for lanes in (1, 2):
-            if self._rows[lanes]:
-                columns, sums = self._rows[lanes][0]
-                real = columns[0] != _PADDING[0]  # not END alone, the piece between texts
-                lanes_by_size.append(tuple(column[real] for column in columns))
-                counts.append(sums[real])
+        filled = [lanes for lanes in (1, 2) if self._rows[lanes]]
+        list(ordered_map(self._join, filled, cpu_count()))
+        for lanes in filled:
+            columns, sums = self._rows[lanes][0]
+            real = columns[0] != _PADDING[0]  # not END alone, the piece between texts
+            lanes_by_size.append(tuple(column[real] for column in columns))
+            counts.append(sums[real])
         long, long_counts = list(self._long), np.fromiter(self._long.values(), np.int64, len(self._long))
         sizes = [np.full(len(sums), 5 * lanes) for lanes, sums in enumerate(counts, 1)]  # roughly, on average
         sizes.append(np.fromiter(map(len, long), np.int64, len(long)))
@@ -526,10 +524,10 @@ class Learner:
         self.forbidden, self.spelled = set(forbidden), set(self.tokens)
         self.threshold = max(min_frequency, self.threshold)
         with garbage_uncollected():
-            self._learn(merges, wanted, min_frequency, progress)
+            self._merge_all(merges, wanted, min_frequency, progress)
         return merges
 
-    def _learn(
+    def _merge_all(
         self, merges: list[tuple[int, int]], wanted: int, min_frequency: int, progress: Callable[[int, int], None] | None
     ) -> None:
         self.read_cells()
@@ -1143,15 +1141,11 @@ class Encoder:
 
     def _learn(self, group: list[_Window], threads: int) -> None:
         """Encodes the unknown pieces of some windows, each once, and puts them in the tables."""
-        fresh = []
-        for i in range(len(self.tables)):
-            lanes = tuple(np.concatenate(parts) for parts in zip(*(window.lanes[i] for window in group), strict=True))
-            fresh.append(_really_distinct(lanes))
+        fresh = list(ordered_map(lambda i: _fresh(window.lanes[i] for window in group), range(len(self.tables)), threads))
         long = list(dict.fromkeys(piece for window in group for piece in window.long))
         values = self._encode_pieces(flatten(fresh, long), threads)
-        for table, lanes in zip(self.tables, fresh, strict=True):
-            table.insert(lanes, values[: len(lanes[0])])
-            values = values[len(lanes[0]) :]
+        *parts, values = np.split(values, np.cumsum([len(lanes[0]) for lanes in fresh]))
+        list(ordered_map(lambda i: self.tables[i].insert(fresh[i], parts[i]), range(len(parts)), threads))
         self.long.update(zip(long, values.tolist(), strict=True))
 
     def _assemble(self, window: _Window) -> tuple[np.ndarray, np.ndarray]:
@@ -1231,9 +1225,9 @@ class Encoder:
 JOB_LENGTHS = [*range(1, 21), 24, 28, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256]
 
 
-def _really_distinct(lanes: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Distinct rows, also where the hash that `distinct` sorts by cannot tell some apart."""
-    rows, _ = distinct(lanes)
+def _fresh(lanes_of_windows: Iterable[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
+    """Distinct rows of several windows, also where the hash that `distinct` sorts by cannot tell some apart."""
+    rows, _ = distinct(tuple(np.concatenate(lanes) for lanes in zip(*lanes_of_windows, strict=True)))
     if len(rows) > 1:
         order = np.lexsort(rows)
         rows = tuple(lane[order] for lane in rows)
