@@ -12,6 +12,7 @@ from tokenizer import BPETokenizer
 
 TEXT = "the quick brown fox jumps over the lazy dog, and don't you say \u00e9\u00fc\u4e2d\U0001f642 again; " * 3
 SHAPE = {"n_layer": 2, "n_embd": 64, "n_head": 4, "block_size": 32}
+GPT2 = {"position": "learned", "norm": "layernorm", "qk_norm": False, "embedding_norm": False, "activation": "gelu"}
 
 
 def tiny_tokenizer(kind: str, text: str = TEXT) -> BPETokenizer:
@@ -24,7 +25,7 @@ def tiny_tokenizer(kind: str, text: str = TEXT) -> BPETokenizer:
 
 
 def tiny_config(tokenizer: BPETokenizer, **settings: object) -> Config:
-    config = make_config("quick", {**SHAPE, **settings})
+    config = make_config("quick", {**SHAPE, **GPT2, "zero_init": False, **settings})
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size))
 
 
