@@ -456,6 +456,7 @@ def code_points(text: np.ndarray) -> np.ndarray:
 # Learning merges
 
 BATCH = 64  # merges applied together at most; 16 to 128 make no difference
+HEAP = 1 << 10  # pairs in the heap at a time, about
 CHUNK = 1 << 20  # cells looked at together when all are read
 PARALLEL_ROWS = 1 << 15  # places from which on two threads look at halves of a batch
 BATCH_ROWS = 1 << 20  # places they occur at together, unless one merge alone has more: bounds the memory of a batch
@@ -513,7 +514,9 @@ class Learner:
         self.pairs: list[tuple[int, int]] = []
         self.places: list[np.ndarray | None] = []
         self.counts = np.zeros(1 << 12, np.int64)  # by number; 0 once below the threshold
-        self.heap: list[tuple[int, Piece, Piece, int]] = []  # (-count, left piece, right piece, number)
+        # (-count, left piece, right piece, number) of all pairs at `level` and above: many below never get there.
+        self.heap: list[tuple[int, Piece, Piece, int]] = []
+        self.level = 1 << 62
 
     def learn(
         self, forbidden: Iterable[Piece], min_frequency: int, progress: Callable[[int, int], None] | None
@@ -522,6 +525,7 @@ class Learner:
         merges: list[tuple[int, int]] = []
         wanted = self.vocab_size - len(self.tokens)
         self.forbidden, self.spelled = set(forbidden), set(self.tokens)
+        min_frequency = max(1, min_frequency)
         self.threshold = max(min_frequency, self.threshold)
         with garbage_uncollected():
             self._merge_all(merges, wanted, min_frequency, progress)
@@ -586,22 +590,39 @@ class Learner:
         self.counts[first:size] = counts
         self.index.insert((_pair_key(left, right),), np.arange(first, size))
         self.places += places
-        for number, a, b, count in zip(range(first, size), left.tolist(), right.tolist(), counts.tolist(), strict=True):
-            self.pairs.append((a, b))
-            heapq.heappush(self.heap, (-count, self.tokens[a], self.tokens[b], number))
+        self.pairs += zip(left.tolist(), right.tolist(), strict=True)
+        self._push((first + np.flatnonzero(counts >= self.level)).tolist())
+
+    def _push(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            left, right = self.pairs[number]
+            heapq.heappush(self.heap, (-int(self.counts[number]), self.tokens[left], self.tokens[right], number))
+
+    def _refill(self) -> bool:
+        """Lowers the level so far that the empty heap gets HEAP pairs, and those equal to the last; whether it got any."""
+        counts = self.counts[: len(self.pairs)]
+        below = np.flatnonzero((counts >= self.threshold) & (counts < self.level))
+        if len(below) > HEAP:
+            self.level = int(np.partition(counts[below], -HEAP)[-HEAP])
+            below = below[counts[below] >= self.level]
+        else:
+            self.level = self.threshold
+        self._push(below.tolist())
+        return len(below) > 0
 
     def next_batch(self, limit: int) -> list[Merge]:
         """The next merges, most frequent first, as far as none shares a token with another's other side.
 
         Then no two of them overlap anywhere, and none changes another's count. Heap entries are upper bounds: one whose
-        count has fallen goes back with the true count. A merge of equal tokens goes alone, since its places do overlap.
+        count has fallen goes back with the true count, or leaves the heap where that is below the level. A merge of equal
+        tokens goes alone, since its places do overlap.
         """
         batch: list[Merge] = []
         lefts, rights, rows = set(), set(), 0
-        while self.heap and len(batch) < limit and rows < BATCH_ROWS:
+        while len(batch) < limit and rows < BATCH_ROWS and (self.heap or self._refill()):
             negative, left_piece, right_piece, number = self.heap[0]
             count = int(self.counts[number])
-            if count == 0:
+            if count < self.level:
                 heapq.heappop(self.heap)
                 continue
             if count != -negative:
@@ -633,8 +654,7 @@ class Learner:
         parts = list(ordered_map(self._look, parts, min(len(parts), cpu_count())))
         size = self._first_rival(batch, [groups for _, groups in parts])
         if size < len(batch):  # seldom
-            for merge in batch[size:]:
-                heapq.heappush(self.heap, (-merge.count, self.tokens[merge.left], self.tokens[merge.right], merge.number))
+            self._push(merge.number for merge in batch[size:])
             return self.apply(batch[:size])
         new = self._add_tokens(batch)
         for places, _ in parts:

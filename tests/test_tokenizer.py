@@ -59,6 +59,7 @@ def small_windows(monkeypatch) -> random.Random:
         monkeypatch.setattr(bpe, "BATCH", rng.choice([1, 2, 64]))
         monkeypatch.setattr(bpe, "BATCH_ROWS", rng.choice([1, 5, 1 << 20]))
         monkeypatch.setattr(bpe, "PARALLEL_ROWS", rng.choice([1, 1 << 20]))
+        monkeypatch.setattr(bpe, "HEAP", rng.choice([1, 4, 1 << 10]))
         monkeypatch.setattr(bpe, "CHUNK", rng.choice([1, 7, 1 << 20]))
         monkeypatch.setattr(bpe, "cpu_count", lambda: 1)  # thousands of one-cell chunks are no work for threads
         return rng
