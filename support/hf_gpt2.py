@@ -221,8 +221,8 @@ def from_hf_state(hf: dict[str, Tensor], config: ModelConfig) -> dict[str, Tenso
         name = name if name.startswith("lm_head.") else prefix + name
         if name.endswith((".attn.bias", ".attn.masked_bias")):
             continue  # the causal mask, which old files carry along
-        if tensor.dim() not in (1, 2):
-            raise UserError(f"the weight {name} has {tensor.dim()} dimensions, so this is no GPT-2; fetch it again")
+        if tensor.dim() not in (1, 2) or tensor.numel() > config.num_params:  # a few bytes can claim to be a vast tensor
+            raise UserError(f"the weight {name} of shape {tuple(tensor.shape)} is none of this model; fetch the folder again")
         tensor = tensor.float()
         if name in ("transformer.wte.weight", "lm_head.weight"):
             padding = config.padded_vocab_size - tensor.shape[0]

@@ -84,6 +84,11 @@ FOUND = {
     "progress of text": (LATEST, in_torch("config", "progress", "tokens_seen", value="x"), bench_hostile.RESUME),
     "vocabulary a number": ("data/tiny/tokenizer.json", in_json("model", "vocab", value=3), bench_hostile.NEW_RUN),
     "weights a table": ("hf_bin/pytorch_model.bin", in_torch("transformer.wte.weight", value={}), bench_hostile.HF_BIN[0]),
+    "weights repeated without end": (
+        "hf_bin/pytorch_model.bin",
+        in_torch("transformer.h.0.attn.c_attn.weight", value=torch.zeros(1).expand(10**6, 10**5)),
+        bench_hostile.HF_BIN[0],
+    ),
     "nested tokenizer": ("hf/tokenizer.json", lambda *_: b"[" * 200_000, bench_hostile.HF[0]),
     "width of text": ("hf/config.json", in_json("n_embd", value="x"), bench_hostile.HF[0]),
 }
