@@ -32,7 +32,7 @@ SPLITS = ("train", "val", "test")
 KINDS = {".raw": "wikitext", ".txt": "text", ".md": "text", ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".parquet": "parquet"}
 WIKITEXT_SPLITS = {"wiki.train.raw": "train", "wiki.valid.raw": "val", "wiki.test.raw": "test"}
 
-BLOCK_BYTES = 8 << 20  # the encoder is fastest on some windows at a time, and memory follows this
+BLOCK_BYTES = 2 << 20  # memory follows this
 OVERLAP_BYTES = 4_096  # no title line is longer
 
 BOM = b"\xef\xbb\xbf"
@@ -513,7 +513,8 @@ def _row_group_parts(i: int, path: Path, column: str, metadata: Any, group: int,
     pa, parquet = _import_pyarrow(path)
     rows = metadata.row_group(group).num_rows
     size = max(1, BLOCK_BYTES * rows // max(1, _column_size(metadata.row_group(group), column)))
-    with _parquet_errors(path), parquet.ParquetFile(path, metadata=metadata, buffer_size=1 << 20) as file:
+    options = {"metadata": metadata, "buffer_size": 1 << 20, "pre_buffer": False}  # else the group's column is held whole
+    with _parquet_errors(path), parquet.ParquetFile(path, **options) as file:
         for batch in file.iter_batches(min(size, max(1, rows)), row_groups=[group], columns=[column], use_threads=False):
             data, bounds = _column_bytes(pa, batch.column(0))
             n = len(bounds) - 1

@@ -231,12 +231,12 @@ class WorkerPool:
         return self._in_order(_digest_in_worker, ((block,) for block in blocks))
 
     def _in_order(self, function: Any, tasks: Iterable[tuple]) -> Iterator[Any]:
-        """At most two tasks a worker are under way, so memory stays bounded. Raises UserError when a worker died."""
+        """One task more than there are workers is under way, so memory stays bounded. Raises UserError when a worker died."""
         pending: deque[Future] = deque()
         try:
             for task in tasks:
                 pending.append(self._executor.submit(function, *task))
-                if len(pending) >= 2 * self.processes:
+                if len(pending) > self.processes:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()

@@ -202,11 +202,10 @@ def test_too_little_text_for_a_window(tmp_path: Path, stage: Stage) -> None:
 EAGER = f"""
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
-import corpus, prepare_data
+import prepare_data
 from support import common, encoding
 encoding.COMMIT_SECONDS = 0.0
 encoding.PROCESS_BYTES = 1 << 20
-corpus.BLOCK_BYTES = 2 << 20
 if __name__ == "__main__":
     common.run_main(prepare_data.main)
 """
