@@ -494,13 +494,13 @@ class Learner:
     lowered and the cells are read again. Positions of a pair are kept from when it was counted; they only go stale.
     """
 
-    def __init__(self, cells: np.ndarray, weights: np.ndarray, tokens: list[Piece], first_id: int, vocab_size: int) -> None:
-        """`cells` (N,) ids with a 0 at the end of each piece, `weights` (N,). Ids below `first_id` do not occur."""
+    def __init__(self, cells: np.ndarray, weights: np.ndarray, tokens: list[Piece], vocab_size: int) -> None:
+        """`cells` (N,) ids with a 0 at the end of each piece, `weights` (N,)."""
         wide = vocab_size >= 1 << 15
         self.flag = 1 << 31 if wide else 1 << 15
         self.cells = cells.astype(np.uint32 if wide else np.uint16)
         self.weights = weights
-        self.tokens, self.first_id, self.vocab_size = tokens, first_id, vocab_size
+        self.tokens, self.vocab_size = tokens, vocab_size
         self.width = np.ones(min(vocab_size, len(tokens) + len(cells)), np.int64)
         self.place_dtype = np.int32 if len(cells) < 1 << 31 else np.int64
         # Anything works; this starts slightly below the count of the last merge on natural text.
@@ -599,7 +599,10 @@ class Learner:
             heapq.heappush(self.heap, (-int(self.counts[number]), self.tokens[left], self.tokens[right], number))
 
     def _refill(self) -> bool:
-        """Lowers the level so far that the empty heap gets HEAP pairs, and those equal to the last; whether it got any."""
+        """Lowers the level so far that the empty heap gets HEAP pairs, and those equal to the last; whether it got any.
+
+        All pairs from the old level on are merged, or stand in the batch that is being chosen.
+        """
         counts = self.counts[: len(self.pairs)]
         below = np.flatnonzero((counts >= self.threshold) & (counts < self.level))
         if len(below) > HEAP:

@@ -123,7 +123,7 @@ class BPETokenizer:
         if len(tokens) > vocab_size:
             room = f"{len(special)} special tokens and {len(alphabet):,} different characters"
             raise ValueError(f"a vocabulary of {vocab_size:,} has no room for the {room} of this text")
-        learner = bpe.Learner(cells, weights, tokens, len(special), vocab_size)
+        learner = bpe.Learner(cells, weights, tokens, vocab_size)
         del pieces, cells, weights
         tokenizer = cls(kind, tokens, learner.learn(special, min_frequency, progress))
         tokenizer.left_out = left_out

@@ -106,7 +106,7 @@ def test_counts_beyond_32_bits():
     pieces, counts = np.frombuffer(b"the \xffof \xff", np.uint8), np.array([2_000_000_000, 3_000_000_000])
     alphabet, cells, weights = bpe.cells_of(pieces, counts, True, 4)
     tokens = [name.encode() for name in SPECIAL_TOKENS] + alphabet
-    learner = bpe.Learner(cells, weights, tokens, 4, len(tokens) + 2)
+    learner = bpe.Learner(cells, weights, tokens, len(tokens) + 2)
     merges = learner.learn([], 2, None)
     assert [(tokens[a], tokens[b]) for a, b in merges] == [(b"f", b" "), (b"o", b"f ")]
 
