@@ -172,7 +172,7 @@ def test_fresh_run(capsys: pytest.CaptureFixture):
     assert [r["step"] for r in records("a", "eval")] == [r["step"] for r in records("a", "sample")] == [0, 10, 20, 30]
     assert records("a", "train")[-1]["tokens"] == 30 * 256
     for path in folder.glob("checkpoint_*.pt"):
-        assert set(torch.load(path, weights_only=True)) == set(ck.KEYS)
+        assert set(torch.load(path, weights_only=True)) == set(ck.LAYOUT)
     state, best = latest("a"), ck.load_checkpoint(folder / "checkpoint_best.pt")
     progress = state["config"]["progress"]
     assert state["iter"] == 30 and state["val_loss"] < 5 and progress["tokens_seen"] == 7680
@@ -183,6 +183,7 @@ def test_fresh_run(capsys: pytest.CaptureFixture):
         == (progress["best_iter"], progress["best_val_loss"])
     )
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert settings.pop("environment") == state["config"]["environment"]
     assert settings == state["config"]["settings"] and settings["model"]["vocab_size"] == 260
 
 
