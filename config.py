@@ -560,7 +560,9 @@ class _Parser(argparse.ArgumentParser):
             self.error("an argument holds a NUL character")
         # Before argparse complains about arguments that are missing: a typo is the likelier cause.
         flags = argv[: argv.index("--")] if "--" in argv else argv
-        for name in (a.partition("=")[0] for a in flags if a.startswith("--")):
+        for name, _, value in (a.partition("=") for a in flags if a.startswith("--")):
+            if value == "--":  # argparse would make it an empty list
+                self.error(f"argument {name}: its value cannot be --")
             if name not in self._option_string_actions:
                 near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.5)
                 self.error(f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else ""))

@@ -487,6 +487,7 @@ CONTRADICTIONS: tuple[Command, ...] = (
     ("export.py", *RUN, "--out", "notes/c.txt"),
     ("prepare_data.py", *CORPUS, "--mix", "tiny:1"),
     ("report.py", "missing", "--no-png"),
+    ("export.py", *RUN, "--out", "out", "--checkpoint=--"),
 )
 
 
