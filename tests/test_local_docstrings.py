@@ -149,7 +149,8 @@ def test_no_source_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_nothing_is_imported() -> None:
     """To find the packages, torch is imported: seconds of waiting, and foreign code runs."""
-    code = "import sys; from support import docstrings; print(docstrings.versions(), len(list(docstrings._source_files())), sorted(sys.modules))"
+    shown = "docstrings.versions(), len(list(docstrings._source_files())), sorted(sys.modules)"
+    code = f"import sys; from support import docstrings; print({shown})"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
     assert "'torch': '" in result.stdout and "'numpy': '" in result.stdout
     assert "'torch'," not in result.stdout and "'numpy'," not in result.stdout
