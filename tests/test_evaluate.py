@@ -232,5 +232,5 @@ def test_int8_weights_keep_perplexity_within_half_a_percent():
     text = text_of(tokenizer, [source])
     exact = score(model.eval(), text, tokenizer, 32, False, contextlib.nullcontext()).figures()
     small = score(replace_linears(model, Int8Linear), text, tokenizer, 32, False, contextlib.nullcontext()).figures()
-    assert exact["perplexity"] < 0.1 * tokenizer.vocab_size
+    assert exact["perplexity"] < 0.25 * tokenizer.vocab_size, "the model has not learned, so the comparison says nothing"
     assert abs(small["perplexity"] / exact["perplexity"] - 1) < 0.005
