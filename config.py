@@ -278,7 +278,7 @@ class TrainConfig(_Section):
         if self.max_iters == 0:
             _require(self.max_epochs > 0, "max_epochs", self.max_epochs, "above 0 where max_iters is 0")
         elif self.warmup_ratio == 0:
-            bound = f"below max_iters ({self.max_iters})"
+            bound = f"below max_iters ({self.max_iters}); lower --warmup-iters or raise --max-iters"
             _require(self.warmup_iters < self.max_iters, "warmup_iters", self.warmup_iters, bound)
 
 
@@ -568,7 +568,8 @@ class _Parser(argparse.ArgumentParser):
                 self.error(f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else ""))
         args, unknown = self.parse_known_args(argv)
         if unknown:
-            self.error(f"unexpected argument {unknown[0]}")
+            hint = f"; did you mean --input {unknown[0]}?" if "--input" in self._option_string_actions else ""
+            self.error(f"unexpected argument {unknown[0]}{hint}")
         return args
 
 

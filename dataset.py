@@ -102,9 +102,9 @@ class TokenData:
         present, needed = self.num_tokens(name), block_size + 1
         if present < needed:
             found = f"the {name} split in {self.folder} has {present:,} tokens, but block_size {block_size} needs {needed:,}"
-            ways = f"train with --block-size {present - 1} or less, or bring more text" if present > 1 else "bring more text"
-            share = " (or another --val-fraction)" if name == "val" else ""
-            raise UserError(f"{found}; {ways}{share}")
+            share = " (or give stage 1 a larger --val-fraction)" if name == "val" else ""
+            shorter = f", or train with --block-size {present - 1} or less" if present > 1 else ""
+            raise UserError(f"{found}; bring more text{share}{shorter}")
 
 
 class WindowReader:

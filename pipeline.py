@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--sha256", nargs="+", metavar="HEX", help="the checksum of each --url")
     group.add_argument("--archive", metavar="FILE", help="the corpus's own archive, already on this machine")
     group.add_argument("--mirror", metavar="URL", help="one more address to try first")
+    parser.add_argument("--prompt", metavar="TEXT", help="what the sample at the end goes on from [a document's start]")
     parser.add_argument("--skip-checks", action="store_true", help="leave out stage 4, the checks of this installation")
     parser.add_argument("--overwrite", action="store_true", help="train anew where the run already has checkpoints")
 
@@ -65,6 +66,8 @@ def extra_arguments(stage: str, config: Config, args: argparse.Namespace) -> lis
         if args.overwrite:
             return ["--overwrite"]
         return ["--resume"] if any(config.run_dir.glob("checkpoint_*.pt")) else []
+    if stage == "generate":
+        return ["--prompt", args.prompt] if args.prompt else []
     if stage == "report":
         # The page needs nothing but the standard library; the PNG files beside it need an optional package.
         pictures = [] if importlib.util.find_spec("matplotlib") else ["--no-png"]

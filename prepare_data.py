@@ -71,9 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         meta = current_meta(config, key_of(corpus, tokenizer, args))
         if meta is None:
             meta = prepare(config, corpus, tokenizer, args)
+            print(f"wrote {config.tokens_dir}")
         else:
             print(f"{config.tokens_dir} is current (same text, tokenizer and settings): nothing to do")
     print_summary(config, corpus, meta)
+    print("next: " + config.command("train.py"))
     return 0
 
 
@@ -271,8 +273,7 @@ def print_summary(config: Config, corpus: "Corpus", meta: dict[str, Any]) -> Non
     for line in (*split_notes(corpus), *too_short(config, meta)):
         print(line)
     total = sum(split["tokens"] for split in meta["splits"].values())
-    print(f"wrote {config.tokens_dir} ({total:,} tokens, {meta['dtype']}, fingerprint {meta['fingerprint'][:12]})")
-    print("next: " + config.command("train.py"))
+    print(f"{config.tokens_dir}: {total:,} tokens, {meta['dtype']}, fingerprint {meta['fingerprint'][:12]}")
 
 
 def split_line(name: str, split: dict[str, Any]) -> str:
@@ -304,8 +305,8 @@ def too_short(config: Config, meta: dict[str, Any]) -> Iterator[str]:
     for name in ("train", "val"):
         tokens = meta["splits"][name]["tokens"]
         if tokens < needed:
-            share = "a larger --val-fraction" if name == "val" else "more text"
-            ways = f"give stage 1 {share}, or train with --block-size {max(1, tokens - 1)} or less"
+            share = " (or a larger --val-fraction)" if name == "val" and meta["splits"]["train"]["tokens"] > needed else ""
+            ways = f"give stage 1 more text{share}, or train with a shorter --block-size"
             yield f"warning: the {name} split has {tokens:,} tokens, but a window needs {needed:,}; {ways}"
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 USES = ["run", "model", "train", "compute", "sample"]
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+COMPILING = ", after compiling, which takes about a minute (--compile off goes without)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -384,6 +385,8 @@ def make_trainer(start: "Start", world: "World", stop: "StopSignals", init_from:
     from support.inference import load_initial_weights
     from support.start import describe_environment
 
+    if world.is_main and start.config.compute.compile != "off":
+        print(f"starting{COMPILING}", flush=True)
     try:
         with stop.raised_at_once():  # compiling takes long, and nothing is lost
             trainer = Trainer(start, resolve_device(start.config.compute), world, stop)
@@ -424,6 +427,7 @@ def rehearse(config: Config, args: argparse.Namespace) -> int:
     """--estimate and --overfit-batch, which write nothing."""
     from support.estimate import estimate_run, overfit_run
 
+    print(f"measuring{COMPILING if config.compute.compile != 'off' else ''} ...", flush=True)
     if args.overfit_batch:
         return 0 if overfit_run(config, lambda line: print(line, flush=True)) else 1
     print("\n".join(estimate_run(config)))
