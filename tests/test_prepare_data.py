@@ -261,7 +261,7 @@ def test_kill_9_of_the_stage(large: tuple, tmp_path: Path, workers: int) -> None
     config, whole = large
     start_over(config)
     kept = []
-    for blocks in (1, 3, 4, 7):
+    for blocks in (1, 2, 3, 4):
         process = start_eager(tmp_path, config, "--workers", workers)
         wait_for_blocks(process, config, blocks)
         process.kill()
@@ -270,8 +270,9 @@ def test_kill_9_of_the_stage(large: tuple, tmp_path: Path, workers: int) -> None
         assert not (config.tokens_dir / "meta.json").exists(), "unfinished data must not look finished"
     with open(config.tokens_dir / "journal.jsonl", "ab") as journal:
         journal.write(b'{"blocks": 99, "sizes": {"tr')  # torn by a power cut
-    with open(config.tokens_dir / "train.bin.part", "ab") as part:
-        part.write(b"more than the journal knows")
+    part = config.tokens_dir / "train.bin.part"
+    if part.exists():  # a kill between the last renames leaves none
+        part.write_bytes(part.read_bytes() + b"more than the journal knows")
     process = start_eager(tmp_path, config, "--workers", workers)
     out, errors = process.communicate()
     assert process.returncode == 0, errors
