@@ -472,7 +472,8 @@ def test_three_processes_resume_bit_for_bit(tmp_path: Path):
     """DDP regroups its gradients after a first pass, so the first sums after a resume could be taken in another order."""
     flags = ("--dropout", "0.1", "--n-embd", "128", "--max-iters", "10", "--eval-interval", "5", "--grad-accum-steps", "7")
     stop_at_4 = """
-import os, signal, updater
+import os, signal
+from support import updater
 original = updater.Updater.update
 def update(self, step, *rest):
     if step == 3 and self.world.rank == 1:
