@@ -190,7 +190,7 @@ def main() -> int:
             tallies.append(bench(Path(folder), kills, variants, args.seed, lambda line: print(line, flush=True)))
     lost = [steps for tally in tallies for steps in tally.steps_lost]
     print(
-        f"kills survived: {sum(t.kills for t in tallies)}, {sum(t.inside_saves for t in tallies)} of them aimed inside a save, "
+        f"kills survived: {sum(t.kills for t in tallies)}, {sum(t.inside_saves for t in tallies)} of them aimed inside a save"
     )
     print(f"runs: {sum(t.runs for t in tallies)}, each trained to its end of {STEPS} steps through its kills")
     print(f"most steps lost by a kill: {max(lost)} (saved every {SAVE_EVERY} steps)")
