@@ -412,4 +412,4 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert (tmp_path / "wiki.train.raw").stat().st_size > 90e6
-    assert int(shown) < 80_000  # kilobytes
+    assert int(shown) < 60_000  # kilobytes
