@@ -223,7 +223,7 @@ def test_int8_weights_keep_perplexity_within_half_a_percent():
     torch.manual_seed(0)
     model = GPT(config.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(200):
+    for _ in range(500):
         at = torch.randint(0, len(ids) - 33, (16, 1)) + torch.arange(33)
         _, loss = model(ids[at][:, :-1], ids[at][:, 1:])
         optimizer.zero_grad()
@@ -232,5 +232,5 @@ def test_int8_weights_keep_perplexity_within_half_a_percent():
     text = text_of(tokenizer, [source])
     exact = score(model.eval(), text, tokenizer, 32, False, contextlib.nullcontext()).figures()
     small = score(replace_linears(model, Int8Linear), text, tokenizer, 32, False, contextlib.nullcontext()).figures()
-    assert exact["perplexity"] < 0.25 * tokenizer.vocab_size, "the model has not learned, so the comparison says nothing"
+    assert exact["perplexity"] < 0.1 * tokenizer.vocab_size, "the model has not learned, so the comparison says nothing"
     assert abs(small["perplexity"] / exact["perplexity"] - 1) < 0.005
