@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from conftest import assert_user_error
+from conftest import ROOT, assert_user_error
 
 import config as settings
 from config import PRESETS, SECTIONS, Config, ModelConfig, make_config, parse_config
@@ -93,6 +93,14 @@ def test_printing_a_preset_shows_what_follows_from_it(stage) -> None:
     assert "126,273,024" in output
     assert "8 x 8 x 512 = 32,768" in output
     assert "131,072,000" in output
+
+
+def test_the_readme_quotes_the_presets_parameter_counts() -> None:
+    """A table of presets that goes on advertising a size which a change of settings has left behind."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for preset in PRESETS:
+        row = next(line for line in readme.splitlines() if line.startswith(f"| `{preset}` |"))
+        assert f"{make_config(preset).model.num_params:,}" in row, preset
 
 
 def test_run_names_follow_preset_corpus_and_variant() -> None:
