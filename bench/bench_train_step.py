@@ -1,6 +1,7 @@
 """One training step, side by side in one process: ours, nanoGPT's default CPU step, and the matrix-product rate of the machine.
 
     uv run python bench/bench_train_step.py              6 x 384, block 256, vocabulary 8,192, batch 16; then the 126M shape
+    uv run python bench/bench_train_step.py --shape stand-in --optimizer adamw muon      two optimizers side by side
     uv run python bench/bench_train_step.py --profile    also where our step's time goes
     uv run python bench/bench_train_step.py --cpu-time   on one thread, in processor seconds: for a machine that others use too
 
@@ -12,6 +13,7 @@ A step is zero_grad, forward, backward, clip, update of one micro-batch. FLOPs a
 
 import argparse
 import contextlib
+import functools
 import multiprocessing
 import statistics
 import sys
@@ -36,6 +38,7 @@ Clock = Callable[[], float]
 SHAPES = {
     "small": (ModelConfig(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=8_192), 16),
     "126M": (ModelConfig(), 2),
+    "stand-in": (ModelConfig(n_layer=4, n_head=4, n_embd=256, block_size=256, vocab_size=4_096), 32),  # bench_recipes.py's
 }
 
 
@@ -185,19 +188,21 @@ def bench(name: str, args: argparse.Namespace) -> None:
     clock = time.process_time if args.cpu_time else time.perf_counter
     threads = 1 if args.cpu_time else args.threads
     device = resolve_device(make_config("wikitext103", {"threads": threads}).compute)
-    step = our_step(config, device, *(t.to(device.device) for t in make_batch(config, batch)), args.optimizer)
-    rounds = args.rounds if name == "small" else max(3, args.rounds // 4)
+    x, y = (t.to(device.device) for t in make_batch(config, batch))
+    steps = {f"ours, {kind}": our_step(config, device, x, y, kind) for kind in args.optimizer}
+    rounds = max(3, args.rounds // 4) if name == "126M" else args.rounds
     rates = [product_rate(device, clock)]
-    steps = {"ours": lambda: timed(step, device, clock)}
-    if device.device.type == "cpu":
+    timers = {what: functools.partial(timed, step, device, clock) for what, step in steps.items()}
+    if device.device.type == "cpu" and len(steps) == 1:
         with nano_process(config, batch, clock) as nano:
-            times = measure({**steps, "nanoGPT": nano}, rounds)
+            times = measure({**timers, "nanoGPT": nano}, rounds)
     else:
-        times = measure(steps, rounds)
+        times = measure(timers, rounds)
     rates.append(product_rate(device, clock))
     report(name, config, batch, device, times, max(rates))
     if args.profile:
-        show_profile(step)
+        for step in steps.values():
+            show_profile(step)
 
 
 def report(name: str, config: ModelConfig, batch: int, device: Device, times: dict[str, list[float]], rate: float) -> None:
@@ -210,22 +215,23 @@ def report(name: str, config: ModelConfig, batch: int, device: Device, times: di
         t = statistics.median(seconds)
         spread = f"{min(seconds) * 1e3:,.0f} to {max(seconds) * 1e3:,.0f}"
         share = f"{flops / t / rate:.1%} of the matrix-product rate ({causal / t / rate:.1%} counting causal attention half)"
-        print(f"{what:8} {t * 1e3:8,.0f} ms a step ({spread}), {tokens / t:,.0f} tokens/s, {share}")
-    if "nanoGPT" in times:
-        pairs = [b / a for a, b in zip(times["ours"], times["nanoGPT"], strict=True)]
-        print(f"ours is {statistics.median(pairs):.2f} times as fast as nanoGPT's default step (median of pairs)")
+        print(f"{what:12} {t * 1e3:8,.0f} ms a step ({spread}), {tokens / t:,.0f} tokens/s, {share}")
+    first, *others = times
+    for other in others:
+        pairs = [b / a for a, b in zip(times[first], times[other], strict=True)]
+        print(f"{other} takes {statistics.median(pairs):.2f} times as long as {first} (median of pairs)")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=[*SHAPES, "both"], default="both")
+    parser.add_argument("--shape", choices=[*SHAPES, "both"], default="both", help="both: small and 126M")
     parser.add_argument("--rounds", type=int, default=12, help="steps of each kind (a quarter of it for the 126M shape)")
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--optimizer", default="adamw", choices=["adamw", "muon", "galore"])
+    parser.add_argument("--optimizer", nargs="+", default=["adamw"], choices=["adamw", "muon", "galore"], metavar="NAME")
     parser.add_argument("--cpu-time", action="store_true", help="one thread, processor seconds instead of the wall clock")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
-    for name in SHAPES if args.shape == "both" else [args.shape]:
+    for name in ("small", "126M") if args.shape == "both" else [args.shape]:
         bench(name, args)
 
 

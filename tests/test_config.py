@@ -4,10 +4,13 @@ import dataclasses
 import json
 
 import pytest
+import torch
 from conftest import ROOT, assert_user_error
 
 import config as settings
 from config import PRESETS, SECTIONS, Config, ModelConfig, make_config, parse_config
+from model import GPT
+from support.hf_modern import NANOCHAT, differences
 
 
 def parse(*argv: str, uses: tuple[str, ...] = tuple(SECTIONS)) -> Config:
@@ -101,6 +104,17 @@ def test_the_readme_quotes_the_presets_parameter_counts() -> None:
     for preset in PRESETS:
         row = next(line for line in readme.splitlines() if line.startswith(f"| `{preset}` |"))
         assert f"{make_config(preset).model.num_params:,}" in row, preset
+
+
+def test_the_fast_preset_stays_within_the_published_runs_means() -> None:
+    """A preset that learns more only because it is bigger or reads more, or that no standard architecture expresses."""
+    published, fast = make_config("wikitext103"), make_config("wikitext103-fast")
+    assert fast.model.num_params <= 126_300_000
+    assert (fast.tokens_per_step, fast.train.max_iters) == (published.tokens_per_step, published.train.max_iters)
+    assert fast.run.corpus == published.run.corpus and fast.tokenizer == published.tokenizer
+    assert differences(fast.model, NANOCHAT) == []
+    with torch.device("meta"):
+        assert GPT(fast.model).num_params() == fast.model.num_params
 
 
 def test_run_names_follow_preset_corpus_and_variant() -> None:
