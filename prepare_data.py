@@ -43,7 +43,7 @@ MANY_PASSES = 4  # repeating a source more often than this is worth little (Muen
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--workers", type=int, metavar="N", help="processes, or for little text threads, that encode [one per core]"
+        "--workers", type=int, metavar="N", help="most processes that encode; fewer for little text [one per core]"
     )
     parser.add_argument("--max-docs", type=int, metavar="N", help="take at most N documents of each split [all]")
     parser.add_argument("--dedup", choices=("off", "exact"), default="off", help="drop documents that repeat another [off]")
@@ -143,7 +143,7 @@ def prepare(config: Config, corpus: "Corpus", tokenizer: "BPETokenizer", args: a
         needed = text_bytes(corpus) / LEAST_BYTES_PER_TOKEN * dtype.itemsize - writer.size
         require_free_space(config.tokens_dir, max(0, round(needed)), "the token files")
         with make_pool(corpus, tokenizer, args.workers) as pool:
-            print(f"encoding {corpus.bytes / 1e6:,.1f} MB, processes: {pool.processes}, threads: {pool.threads}", flush=True)
+            print(f"encoding {corpus.bytes / 1e6:,.1f} MB, processes: {pool.processes}", flush=True)
             repeats = find_repeats(pool.digests(corpus.blocks()), config.tokens_dir) if args.dedup == "exact" else None
             encode_all(corpus, pool, writer, repeats, args.max_docs)
         splits = writer.finish(corpus, tokenizer)

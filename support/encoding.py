@@ -1,8 +1,7 @@
-"""Documents into token files: worker processes encode blocks of documents, in order; one process appends, with a journal.
+"""Documents into token files: several processes encode blocks of documents; one of them appends, in order, with a journal.
 
 The journal says how much of the unfinished files is good, so a run that was killed continues where it was and ends with the
-same bytes as one that was not. Workers hold one block each, whatever the size of the corpus, and never import torch. A corpus
-too small for several processes, each of which starts and learns the words anew, is encoded by threads of one.
+same bytes as one that was not. Workers hold a block or two each, whatever the size of the corpus, and never import torch.
 """
 
 import contextlib
@@ -10,15 +9,12 @@ import hashlib
 import json
 import multiprocessing
 import os
-import signal
-import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -27,11 +23,12 @@ import numpy as np
 
 from bpe import WIDE_WHITESPACE, WORD_WHITESPACE, cpu_count
 from corpus import SPLITS, Block, Corpus, Documents, document_hash
-from support.common import UserError, atomic_write, fsync_dir, misfit
+from support.common import UserError, atomic_write, fsync_dir, misfit, start_worker
 from tokenizer import BPETokenizer
 
 COMMIT_SECONDS = 1.0
-PROCESS_BYTES = 64 << 20  # of less text a process spends more time on starting and on new words than it saves
+PROCESS_BYTES = 8 << 20  # of less text for each, one process more is done too late with starting
+TASKS_AHEAD = 2  # of a worker: one it works on, and one to go on with
 LARGEST_UINT16_VOCAB = 1 << 16
 
 # Kinds of bytes for `measure`: 1 is whitespace to str.split(), 2 may begin a whitespace character of several bytes.
@@ -62,29 +59,32 @@ class EncodedBlock:
 
 
 class BlockEncoder:
-    """Encodes blocks of one corpus with one tokenizer, in `threads` threads; a worker process holds one."""
+    """Encodes blocks of one corpus with one tokenizer; every process holds one."""
 
-    def __init__(self, corpus: Corpus, tokenizer: BPETokenizer, threads: int = 1) -> None:
-        self.corpus, self.tokenizer, self.threads = corpus, tokenizer, threads
+    def __init__(self, corpus: Corpus, tokenizer: BPETokenizer) -> None:
+        self.corpus, self.tokenizer = corpus, tokenizer
         self.dtype = token_dtype(tokenizer.vocab_size)
 
     def encode(self, block: Block, dropped: Sequence[int] = (), limits: dict[str, int] | None = None) -> EncodedBlock:
         """`dropped` are positions of documents to leave out, `limits` the most documents to take per split."""
-        return self.encode_documents(self.corpus.source_of(block), self.read(block, dropped, limits))
-
-    def read(self, block: Block, dropped: Sequence[int] = (), limits: dict[str, int] | None = None) -> Documents:
         documents = self.corpus.read(block)
         if len(dropped):
             documents = without(documents, set(dropped))
         for split, most in (limits or {}).items():
             documents.texts[split] = documents.texts[split][:most]
             documents.files[split] = documents.files[split][:most]
-        return documents
+        return self._encode_documents(self.corpus.source_of(block), documents)
 
-    def encode_documents(self, source: str, documents: Documents) -> EncodedBlock:
+    def digests(self, block: Block) -> tuple[list[bytes], list[str]]:
+        """16 bytes of sha256 of each document of a block, and its split, in the order `without` counts."""
+        texts = self.corpus.read(block).texts
+        digests = [hashlib.sha256(text.encode("utf-8")).digest()[:16] for split in SPLITS for text in texts[split]]
+        return digests, [split for split in SPLITS for _ in texts[split]]
+
+    def _encode_documents(self, source: str, documents: Documents) -> EncodedBlock:
         """All splits go through the encoder in one call: it is fastest where there is much that is alike."""
         texts = [text for split in SPLITS for text in documents.texts[split]]
-        all_ids, all_offsets = self.tokenizer.encode_to_array(texts, threads=self.threads)
+        all_ids, all_offsets = self.tokenizer.encode_to_array(texts)
         assert len(all_offsets) == len(texts) + 1, f"{len(texts)} documents, but {len(all_offsets)} offsets"
         encoded, first = EncodedBlock(source, counts=documents.counts), 0
         for split in SPLITS:
@@ -174,31 +174,25 @@ def without(documents: Documents, dropped: set[int]) -> Documents:
     return kept
 
 
-def document_digests(corpus: Corpus, block: Block) -> tuple[list[bytes], list[str]]:
-    """16 bytes of sha256 of each document of a block, and its split, in the order `without` counts."""
-    texts = corpus.read(block).texts
-    digests = [hashlib.sha256(text.encode("utf-8")).digest()[:16] for split in SPLITS for text in texts[split]]
-    return digests, [split for split in SPLITS for _ in texts[split]]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Worker processes
 
 
 class WorkerPool:
-    """Applies a method of BlockEncoder, or a function of (corpus, block), to blocks in order.
+    """Calls methods of BlockEncoder with many blocks, in `processes` processes, and gives the results in order.
 
-    In `processes` processes of `threads` threads each; one process is this one. Used as a context manager.
+    This process is one of them: it works instead of waiting, so workers that are slow to start cost nothing, and there is
+    one process less in memory. Used as a context manager.
     """
 
-    def __init__(self, corpus: Corpus, tokenizer: BPETokenizer, processes: int, threads: int) -> None:
-        self.processes, self.threads = processes, threads
-        self.encoder = BlockEncoder(corpus, tokenizer, threads)
+    def __init__(self, corpus: Corpus, tokenizer: BPETokenizer, processes: int) -> None:
+        self.processes = processes
+        self.encoder = BlockEncoder(corpus, tokenizer)
         self._executor: ProcessPoolExecutor | None = None
         if processes > 1:
             context = multiprocessing.get_context("spawn")  # the one way that every system has
-            start = (corpus, tokenizer, threads)
-            self._executor = ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=start)
+            start = (corpus, tokenizer)
+            self._executor = ProcessPoolExecutor(processes - 1, context, initializer=_start_worker, initargs=start)
 
     def __enter__(self) -> "WorkerPool":
         return self
@@ -209,34 +203,18 @@ class WorkerPool:
 
     def encode(self, tasks: Iterable[tuple[Block, Sequence[int]]]) -> Iterator[EncodedBlock]:
         """`tasks` are blocks with the positions of documents to leave out."""
-        if self._executor is not None:
-            return self._in_order(_encode_in_worker, tasks)
-        return self._encode_here(tasks) if self.threads > 1 else (self.encoder.encode(*task) for task in tasks)
-
-    def _encode_here(self, tasks: Iterable[tuple[Block, Sequence[int]]]) -> Iterator[EncodedBlock]:
-        """While one block is encoded the next is read."""
-        encoder, pending = self.encoder, deque()
-        with ThreadPoolExecutor(1) as reader:
-            for block, dropped in tasks:
-                pending.append((encoder.corpus.source_of(block), reader.submit(encoder.read, block, dropped)))
-                if len(pending) == 2:
-                    source, documents = pending.popleft()
-                    yield encoder.encode_documents(source, documents.result())
-            for source, documents in pending:
-                yield encoder.encode_documents(source, documents.result())
+        return self._in_order(BlockEncoder.encode, tasks)
 
     def digests(self, blocks: Iterable[Block]) -> Iterator[tuple[list[bytes], list[str]]]:
-        if self._executor is None:
-            return (document_digests(self.encoder.corpus, block) for block in blocks)
-        return self._in_order(_digest_in_worker, ((block,) for block in blocks))
+        return self._in_order(BlockEncoder.digests, ((block,) for block in blocks))
 
-    def _in_order(self, function: Any, tasks: Iterable[tuple]) -> Iterator[Any]:
-        """One task more than there are workers is under way, so memory stays bounded. Raises UserError when a worker died."""
+    def _in_order(self, method: Callable, tasks: Iterable[tuple]) -> Iterator[Any]:
+        """A few tasks for each process are under way, so memory stays bounded. Raises UserError when a worker died."""
         pending: deque[Future] = deque()
         try:
             for task in tasks:
-                pending.append(self._executor.submit(function, *task))
-                if len(pending) > self.processes:
+                pending.append(self._begin(method, task, pending))
+                while pending and (pending[0].done() or len(pending) >= (TASKS_AHEAD + 1) * self.processes):
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
@@ -244,12 +222,21 @@ class WorkerPool:
             what = "a worker process died (killed, or out of memory)"
             raise UserError(f"{what}; run the same command again, it continues; --workers 1 takes the least memory") from None
 
+    def _begin(self, method: Callable, task: tuple, pending: Iterable[Future]) -> Future:
+        """Gives a task to the workers, or does it here when they have enough."""
+        if sum(not future.done() for future in pending) < TASKS_AHEAD * (self.processes - 1):
+            return self._executor.submit(_in_worker, method, *task)
+        future: Future = Future()
+        try:
+            future.set_result(method(self.encoder, *task))
+        except Exception as error:
+            future.set_exception(error)  # told in its turn: the first of several is the same with any number of workers
+        return future
+
 
 def make_pool(corpus: Corpus, tokenizer: BPETokenizer, workers: int | None) -> WorkerPool:
-    """A pool of so many workers, or one a core where that is not said: processes where each has enough to do, else threads."""
-    workers = workers or cpu_count()
-    processes = min(workers, max(1, corpus.bytes // PROCESS_BYTES))
-    return WorkerPool(corpus, tokenizer, processes, workers // processes)
+    """A pool of so many processes, or one a core where that is not said, as far as there is enough text for each."""
+    return WorkerPool(corpus, tokenizer, min(workers or cpu_count(), max(1, corpus.bytes // PROCESS_BYTES)))
 
 
 class _Worker:
@@ -258,24 +245,13 @@ class _Worker:
     encoder: BlockEncoder
 
 
-def _start_worker(corpus: Corpus, tokenizer: BPETokenizer, threads: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends the workers
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    _Worker.encoder = BlockEncoder(corpus, tokenizer, threads)
+def _start_worker(corpus: Corpus, tokenizer: BPETokenizer) -> None:
+    start_worker()
+    _Worker.encoder = BlockEncoder(corpus, tokenizer)
 
 
-def _die_with_parent() -> None:
-    """A parent killed outright cannot end its workers, and they would wait for tasks for ever."""
-    wait([multiprocessing.parent_process().sentinel])
-    os._exit(1)
-
-
-def _encode_in_worker(block: Block, dropped: Sequence[int]) -> EncodedBlock:
-    return _Worker.encoder.encode(block, dropped)
-
-
-def _digest_in_worker(block: Block) -> tuple[list[bytes], list[str]]:
-    return document_digests(_Worker.encoder.corpus, block)
+def _in_worker(method: Callable, *task: Any) -> Any:
+    return method(_Worker.encoder, *task)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
