@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if manifest is None or not is_current(config, source, manifest):
             manifest = bring(config, source)
     print_summary(config, manifest)
+    if argv is None:  # else another program goes on by itself
+        print(f"next: {config.command('train_tokenizer.py')}")
     return 0
 
 
@@ -235,7 +237,6 @@ def print_summary(config: Config, manifest: dict[str, Any]) -> None:
     print(f"corpus {config.run.corpus} in {config.raw_dir}: {count}, {sum(f['bytes'] for f in files):,} bytes")
     print(f"documents: {documents}")
     print(f"fingerprint: {manifest['fingerprint']}")
-    print(f"next: {config.command('train_tokenizer.py')}")
 
 
 if __name__ == "__main__":

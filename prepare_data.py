@@ -75,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(f"{config.tokens_dir} is current (same text, tokenizer and settings): nothing to do")
     print_summary(config, corpus, meta)
-    print("next: " + config.command("train.py"))
+    if argv is None:  # else another program goes on by itself
+        print("next: " + config.command("train.py"))
     return 0
 
 

@@ -340,7 +340,7 @@ def describe_run(trainer: Trainer) -> list[str]:
 
 
 def finish(trainer: Trainer) -> None:
-    """The last lines: what was written, the figures that matter, the next command."""
+    """The last lines: what was written, and the figures that matter."""
     from checkpoint import checkpoint_path
 
     config, state = trainer.config, trainer.state
@@ -354,7 +354,6 @@ def finish(trainer: Trainer) -> None:
         f"{state.val_loss:.4f}; {state.tokens_seen:,} tokens in {format_duration(state.elapsed_s)}, {rate:,.0f} tokens/s"
         + (f"; {state.skipped_updates:,} updates skipped" if state.skipped_updates else "")
     )
-    trainer.say(f"next: {config.command('generate.py', '--interactive')}")
 
 
 def train_run(config: Config, args: argparse.Namespace, world: "World", stop: "StopSignals") -> None:
@@ -445,6 +444,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         world = join_world(config.compute.device)
         train_run(config, args, world, stop)
         world.leave()
+    if argv is None and world.is_main:  # else another program goes on by itself
+        print(f"next: {config.command('generate.py', '--interactive')}")
     return 0
 
 

@@ -52,19 +52,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     with FolderLock(config.tokenizer_path.parent, f"the tokenizer in {config.tokenizer_path.parent}"):
         if is_current(config, corpus):
             print(f"{config.tokenizer_path} is current: same corpus, same settings")
-            print("next: " + config.command("prepare_data.py"))
-            return 0
-        if config.tokenizer.tokenizer_kind == "gpt2":
-            tokenizer, sample = gpt2_tokenizer(config, args.archive), None
         else:
-            sample = Sample(corpus, config.run.seed, round(config.tokenizer.sample_mb * 1e6))
-            tokenizer = learn(config, sample)
-        # The meta file goes first and comes back last: a stage killed between never leaves it beside another tokenizer.
-        config.tokenizer_meta_path.unlink(missing_ok=True)
-        tokenizer.save(config.tokenizer_path)
-        write_json(config.tokenizer_meta_path, meta_of(config, corpus, tokenizer, sample))
-    print_summary(config, corpus, tokenizer)
+            print_summary(config, corpus, make_tokenizer(config, corpus, args.archive))
+    if argv is None:  # else another program goes on by itself
+        print("next: " + config.command("prepare_data.py"))
     return 0
+
+
+def make_tokenizer(config: Config, corpus: "Corpus", archive: str | None) -> "BPETokenizer":
+    """Learns or fetches the tokenizer, and writes both files."""
+    if config.tokenizer.tokenizer_kind == "gpt2":
+        tokenizer, sample = gpt2_tokenizer(config, archive), None
+    else:
+        sample = Sample(corpus, config.run.seed, round(config.tokenizer.sample_mb * 1e6))
+        tokenizer = learn(config, sample)
+    # The meta file goes first and comes back last: a stage killed between never leaves it beside another tokenizer.
+    config.tokenizer_meta_path.unlink(missing_ok=True)
+    tokenizer.save(config.tokenizer_path)
+    write_json(config.tokenizer_meta_path, meta_of(config, corpus, tokenizer, sample))
+    return tokenizer
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -264,7 +270,6 @@ def print_summary(config: Config, corpus: "Corpus", tokenizer: "BPETokenizer") -
     )
     print("longest tokens: " + " ".join(repr(tokenizer.decode([i])) for i in longest[:10]))
     print(f"wrote {config.tokenizer_path} ({tokenizer.vocab_size:,} tokens, sha256 {tokenizer.sha256[:12]})")
-    print("next: " + config.command("prepare_data.py"))
 
 
 def held_out(corpus: "Corpus") -> tuple[list[str], str]:

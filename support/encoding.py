@@ -583,6 +583,11 @@ def nearest_end(path: Path, dtype: np.dtype, eos_id: int, start: int, tokens: in
     return int(ends[np.abs(ends - wanted).argmin()])
 
 
+def chunk_split(corpus: Corpus, number: int) -> str:
+    """Which split a whole chunk of the token stream goes to."""
+    return corpus.split_of_hash(document_hash(f"chunk {number}"))
+
+
 def cut_chunks(stream: Path, totals: Totals, corpus: Corpus, tokenizer: BPETokenizer) -> dict[str, dict[str, Any]]:
     """Deals a token stream out to the splits in chunks of equal length, by a hash of the chunk's number.
 
@@ -598,7 +603,7 @@ def cut_chunks(stream: Path, totals: Totals, corpus: Corpus, tokenizer: BPEToken
         while len(ids := np.fromfile(source, dtype, length * max(1, (1 << 20) // length))):
             chunks = [ids[at : at + length] for at in range(0, len(ids), length)]
             for chunk in chunks:
-                split = corpus.split_of_hash(document_hash(f"chunk {number}")) if len(chunk) == length else "train"
+                split = chunk_split(corpus, number) if len(chunk) == length else "train"
                 files[split].write(chunk)
                 hashes[split].update(chunk)
                 counted[split].update(tokens=len(chunk), documents=int(np.count_nonzero(chunk == tokenizer.eos_id)))

@@ -1,10 +1,11 @@
 """Looking into finished token files: proof that they are what meta.json says and that the splits are clean, and documents."""
 
 import argparse
+import contextlib
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from config import Config
 from corpus import SPLITS, Block, Corpus, disk_bytes
 from support.common import Progress, UserError, misfit, read_json, sha256_file
-from support.encoding import PREPARED, Repeats, WorkerPool, find_repeats, make_pool, token_dtype, without
+from support.encoding import PREPARED, Repeats, WorkerPool, chunk_split, find_repeats, make_pool, token_dtype, without
 from tokenizer import BPETokenizer
 
 READ_BYTES = 8 << 20
@@ -34,11 +35,30 @@ def read_tokens(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
             yield ids
 
 
-def documents_at(path: Path, dtype: np.dtype, eos_id: int, wanted: Sequence[int]) -> dict[int, np.ndarray]:
-    """The ids, separators included, of the documents with the given numbers, in one pass over the file."""
+def read_dealt(folder: Path, dtype: np.dtype, corpus: Corpus) -> Iterator[np.ndarray]:
+    """The stream that a corpus split by chunks was dealt out from, some megabytes at a time: the inverse of `cut_chunks`."""
+    length = corpus.splitting["chunk_tokens"]
+    gathered: list[np.ndarray] = []
+    with contextlib.ExitStack() as stack:
+        files = {split: stack.enter_context(open(folder / f"{split}.bin", "rb")) for split in SPLITS}
+        for number in itertools.count():
+            gathered.append(np.fromfile(files[chunk_split(corpus, number)], dtype, length))
+            if len(gathered[-1]) < length:
+                break
+            if len(gathered) * length * dtype.itemsize >= READ_BYTES:
+                yield np.concatenate(gathered)
+                gathered = []
+        yield np.concatenate([*gathered, np.fromfile(files["train"], dtype)])  # a short last chunk is there, whatever its split
+
+
+def documents_at(stream: Iterable[np.ndarray], eos_id: int, wanted: Sequence[int]) -> dict[int, np.ndarray]:
+    """The ids, separators included, of the documents with the given numbers, in one pass over a stream of ids.
+
+    Numbers of documents that the stream does not have are left out.
+    """
     left, found = sorted(set(wanted), reverse=True), {}
-    number, rest = 0, np.zeros(0, dtype)
-    for chunk in read_tokens(path, dtype):
+    number, rest = 0, np.zeros(0, np.uint16)
+    for chunk in stream:
         ids = np.concatenate((rest, chunk))
         ends = np.flatnonzero(ids == eos_id) + 1
         starts = np.concatenate(([0], ends))
@@ -142,10 +162,10 @@ def _compare_counts(
 def _check_documents(
     config: Config, corpus: Corpus, tokenizer: BPETokenizer, meta: dict[str, Any], pool: WorkerPool
 ) -> Iterator[str]:
-    """No document in two splits, and a random sample decodes to its text. Reads the whole corpus once or twice."""
-    if "chunk_tokens" in meta["settings"]:
-        print("splits are chunks: documents straddle them, so that no document is in two splits cannot be shown")
-        return
+    """No document in two splits, and a random sample decodes to its text. Reads the whole corpus once or twice.
+
+    Where splits are chunks, documents straddle them; the sample then is of the stream that was dealt out.
+    """
     repeats = None
     if meta["settings"]["dedup"] == "exact":
         repeats = find_repeats(pool.digests(corpus.blocks()), config.tokens_dir)
@@ -158,6 +178,16 @@ def _check_documents(
             before[split] += 1
             if split != "train":
                 held_out[split].add(digest)
+    if corpus.splitting["unit"] == "chunk":
+        print("splits are chunks: documents straddle them, so that no document is in two splits cannot be shown")
+    else:
+        yield from _shared_documents(corpus, pool, repeats, held_out)
+    yield from _check_decoding(config, corpus, tokenizer, meta, samples, repeats)
+
+
+def _shared_documents(
+    corpus: Corpus, pool: WorkerPool, repeats: Repeats | None, held_out: dict[str, set[bytes]]
+) -> Iterator[str]:
     shared = dict.fromkeys((("train", "val"), ("train", "test")), 0)
     for _, digests, splits in _read_all(corpus, pool, repeats):
         for digest, split in zip(digests, splits, strict=True):
@@ -167,7 +197,6 @@ def _check_documents(
     for (one, other), n in shared.items():
         if n:
             yield f"{n:,} documents are in {one} and in {other} as well; leave them out of training with --dedup exact"
-    yield from _check_decoding(config, corpus, tokenizer, meta, samples, repeats)
 
 
 def _read_all(
@@ -204,11 +233,16 @@ def _check_decoding(
     repeats: Repeats | None,
 ) -> Iterator[str]:
     texts = _sampled_texts(corpus, samples, repeats, config.run.seed)
+    dtype, chunks = token_dtype(tokenizer.vocab_size), corpus.splitting["unit"] == "chunk"
+    documents = {split: figures["documents"] for split, figures in meta["splits"].items()}
+    if chunks:
+        documents = {"train": sum(documents.values())}
     compared = unknown = 0
-    for split in SPLITS:
-        expected = {n: t for (s, n), t in texts.items() if s == split and n < meta["splits"][split]["documents"]}
-        path = config.tokens_dir / f"{split}.bin"
-        found = documents_at(path, token_dtype(tokenizer.vocab_size), tokenizer.eos_id, list(expected))
+    for split, most in documents.items():
+        expected = {n: t for (s, n), t in texts.items() if s == split and n < most}
+        path = config.tokens_dir if chunks else config.tokens_dir / f"{split}.bin"
+        stream = read_dealt(path, dtype, corpus) if chunks else read_tokens(path, dtype)
+        found = documents_at(stream, tokenizer.eos_id, list(expected))
         for n, text in expected.items():
             ids = found[n].tolist()
             compared += 1
@@ -245,8 +279,8 @@ def show_documents(config: Config, tokenizer: BPETokenizer, count: int) -> int:
     meta = _read_meta(config)
     split = meta["splits"]["train"]
     chosen = random.Random(config.run.seed).sample(range(split["documents"]), min(count, split["documents"]))
-    path = config.tokens_dir / split["file"]
-    for n, ids in sorted(documents_at(path, np.dtype(meta["dtype"]).newbyteorder("<"), tokenizer.eos_id, chosen).items()):
+    stream = read_tokens(config.tokens_dir / split["file"], np.dtype(meta["dtype"]).newbyteorder("<"))
+    for n, ids in sorted(documents_at(stream, tokenizer.eos_id, chosen).items()):
         print(f"document {n:,} of train, {len(ids):,} tokens:\n{visible(tokenizer, ids.tolist())}\n")
     return 0
 

@@ -32,6 +32,7 @@ def test_one_lone_text_file_becomes_a_model_that_samples(stage, tmp_path: Path, 
     assert first.returncode == 0, first.stderr + first.stdout
     for expected in ("parameters", "tokens seen", "validation", "bits per byte", "Go on with:"):
         assert expected in first.stdout
+    assert "next: " not in first.stdout, "a stage names a command that the pipeline runs itself"
     run = tmp_path / "checkpoints" / "quick-custom"
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     losses = {r["step"]: r["val_loss"] for r in records if r["kind"] == "eval"}

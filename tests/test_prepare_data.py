@@ -18,8 +18,7 @@ from test_corpus import jsonl, make_corpus, make_texts, parquet
 
 from config import Config
 from corpus import SPLITS, Corpus
-from support import encoding
-from support.common import UserError, write_json
+from support.common import UserError, sha256_file, write_json
 from support.encoding import BlockEncoder, measure, token_dtype, tokens_to_repeat
 from support.manifest import load_corpus
 from tokenizer import BPETokenizer
@@ -440,7 +439,8 @@ def test_tokens_to_repeat() -> None:
 
 
 def test_chunk_splits(tmp_path: Path, stage: Stage) -> None:
-    """The published split by chunks of a stream: nothing may be lost, and the user is warned that documents straddle."""
+    """The published split by chunks of a stream: nothing may be lost, the user is warned that documents straddle, and
+    a check that gives up there passes on chunks in the wrong order."""
     settings = {"split_unit": "chunk", "val_fraction": 0.2, "test_fraction": 0.0, "block_size": 64}
     config, corpus = make_corpus(tmp_path, {"a.jsonl": jsonl(make_texts(3_000))}, **settings)
     tokenizer = give_tokenizer(config, corpus)
@@ -454,7 +454,17 @@ def test_chunk_splits(tmp_path: Path, stage: Stage) -> None:
     dealt = [bytes(ids[at : at + 64]) for ids in splits.values() for at in range(0, len(ids), 64)]
     assert sorted(chunks) == sorted(dealt)
     assert sum(len(ids) for ids in splits.values()) == len(stream)
-    assert stage("prepare_data.py", *flags(config, "--check")).returncode == 0
+    sound = stage("prepare_data.py", *flags(config, "--check"))
+    assert sound.returncode == 0 and "8 random documents decoded" in sound.stdout, sound.stdout
+    path, meta = config.tokens_dir / "train.bin", read_meta(config)
+    whole = len(splits["train"]) // 64 * 64
+    splits["train"][:whole].reshape(-1, 64)[::-1].tofile(path)
+    with open(path, "ab") as file:
+        splits["train"][whole:].tofile(file)
+    meta["splits"]["train"]["sha256"] = sha256_file(path)
+    write_json(config.tokens_dir / "meta.json", meta)
+    found = stage("prepare_data.py", *flags(config, "--check"))
+    assert found.returncode == 1 and "does not decode to its text" in found.stdout, found.stdout
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -476,7 +486,7 @@ def test_check_finds_each_difference(tmp_path: Path, stage: Stage, kind: str) ->
     def checked(changed: np.ndarray, *, honest: bool = True, **more: object) -> str:
         changed.astype("<u2").tofile(path)
         split = {**meta["splits"]["train"], "tokens": len(changed), **more}
-        split["sha256"] = encoding._hash_start(path, path.stat().st_size).hexdigest() if honest else split["sha256"]
+        split["sha256"] = sha256_file(path) if honest else split["sha256"]
         write_json(config.tokens_dir / "meta.json", {**meta, "splits": {**meta["splits"], "train": split}})
         result = stage("prepare_data.py", *flags(config, "--check"))
         assert result.returncode == 1, result.stdout

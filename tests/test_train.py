@@ -166,7 +166,7 @@ def test_fresh_run(capsys: pytest.CaptureFixture):
     run("--run", "a", "--sample-tokens", "3", "--sample-prompt", "the")
     folder, out = Path("checkpoints/a"), capsys.readouterr().out
     assert "step 0: validation loss 5.5" in out, "perplexity starts near the vocabulary size"
-    assert out.rstrip().splitlines()[-1].startswith("next: uv run python generate.py")
+    assert out.rstrip().splitlines()[-1].startswith("best validation loss ")
     assert "4 x 2 x 32 = 256 tokens a step, 30 steps, 7,680 tokens, 1.29 passes" in out
     assert [r["step"] for r in records("a", "train")] == list(range(1, 31))
     assert [r["step"] for r in records("a", "eval")] == [r["step"] for r in records("a", "sample")] == [0, 10, 20, 30]
@@ -443,8 +443,9 @@ def test_one_two_and_three_processes_make_the_same_run(tmp_path: Path):
     flags = ("--dropout", "0.1", "--grad-clip", "0.5", "--max-iters", "6", "--eval-interval", "3", "--warmup-iters", "2")
     run("--batch-size", "2", "--grad-accum-steps", "4", "--run", "n1", *flags)
     for count in (2, 3):
-        for process in start_ranks(tmp_path, count, "--run", f"n{count}", *flags):
+        for rank, process in enumerate(start_ranks(tmp_path, count, "--run", f"n{count}", *flags)):
             assert process.wait() == 0, process.output()
+            assert process.output().count(f"next: uv run python generate.py --corpus tiny --run n{count}") == (rank == 0)
         for name, weights in latest("n1")["model"].items():
             torch.testing.assert_close(latest(f"n{count}")["model"][name], weights, rtol=1e-5, atol=1e-6)
         for one, other in zip(records("n1", "eval"), records(f"n{count}", "eval"), strict=True):
