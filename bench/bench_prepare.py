@@ -1,14 +1,15 @@
 """Stage 3 against the encoder alone, and the memory of all its processes together.
 
-    uv run python bench/bench_prepare.py TEXT.raw [--megabytes 1000] [--parquet] [--workers 2]
+    uv run python bench/bench_prepare.py TEXT.raw [--megabytes 1000] [--parquet | --one-line] [--workers 2]
 
-Copies of TEXT.raw (WikiText layout) up to --megabytes are prepared in a temporary folder, as they are or as one parquet file.
-A first run of the stage, which also compiles the modules, is watched for peak memory. Without --megabytes a second one is
-timed, and so is the encoder in one call in this process.
+Copies of TEXT.raw (WikiText layout) up to --megabytes are prepared in a temporary folder: as they are, as one parquet file, or
+as one document in one line behind a thousand small ones. A first run of the stage, which also compiles the modules, is watched
+for peak memory. Without --megabytes a second one is timed, and so is the encoder in one call in this process.
 """
 
 import argparse
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -31,7 +32,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("text", type=Path)
     parser.add_argument("--megabytes", type=float, default=0.0)
-    parser.add_argument("--parquet", action="store_true")
+    layout = parser.add_mutually_exclusive_group()
+    layout.add_argument("--parquet", action="store_true")
+    layout.add_argument("--one-line", action="store_true")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--kind", default="word")
     args = parser.parse_args()
@@ -55,6 +58,8 @@ def make_source(args: argparse.Namespace, folder: Path) -> Path:
     copies = max(1, round(args.megabytes * 1e6 / args.text.stat().st_size))
     if args.parquet:
         return write_parquet(args.text, folder / "bench.parquet", copies)
+    if args.one_line:
+        return write_one_line(args.text, folder / "bench.jsonl", round(args.megabytes * 1e6) or args.text.stat().st_size)
     path = folder / "wiki.train.raw"
     with open(path, "wb") as file:
         for _ in range(copies):
@@ -74,6 +79,17 @@ def write_parquet(text: Path, path: Path, copies: int) -> Path:
     with parquet.ParquetWriter(path, pa.schema([("text", pa.string())]), compression="none", use_dictionary=False) as writer:
         while batch := list(itertools.islice(stream, rows)):
             writer.write_table(pa.table({"text": batch}), row_group_size=rows)
+    return path
+
+
+def write_one_line(text: Path, path: Path, size: int) -> Path:
+    """A thousand small documents, and one of `size` bytes without a line end."""
+    content = text.read_text(encoding="utf-8")
+    huge = " ".join(content.split())
+    huge = (huge * (size // len(huge) + 1))[:size]
+    with open(path, "w", encoding="utf-8") as file:
+        for document in [*_articles(content)[:1000], huge]:
+            file.write(json.dumps({"text": document}, ensure_ascii=False) + "\n")
     return path
 
 

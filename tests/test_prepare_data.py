@@ -187,7 +187,8 @@ def test_too_little_text_for_a_window(tmp_path: Path, stage: Stage) -> None:
     give_tokenizer(config, corpus)
     result = stage("prepare_data.py", *flags(config, "--block-size", 2_000))
     val = read_meta(config)["splits"]["val"]["tokens"]
-    line = f"warning: the val split has {val:,} tokens, but a window needs 2,001; give stage 1 more text, or train"
+    line = f"warning: the val split has {val:,} tokens, but a window needs 2,001; give stage 1 more text, or train with"
+    line += f" --block-size {val - 1} or less"
     assert result.returncode == 0 and line in result.stdout
 
 
