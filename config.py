@@ -299,6 +299,7 @@ class ComputeConfig(_Section):
     )
     attention: str = setting("fused", "fused kernel, or softmax(q k^T / sqrt(d)) v written out", choices=("fused", "reference"))
     deterministic: bool = setting(False, "insist on repeatable kernels on CUDA too (on the CPU they always are)")
+    shard_optimizer: bool = setting(False, "with several processes: deal the optimizer state out instead of keeping copies")
 
     def check(self) -> None:
         ok = re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device) is not None

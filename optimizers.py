@@ -7,7 +7,7 @@ Embeddings, head, norms and biases are AdamW's under every optimizer.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -135,8 +135,11 @@ class Optimizer:
             "state": state,
         }
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Raises UserError where the saved state is none, or belongs to another optimizer, other groups or other shapes."""
+    def load_state_dict(self, saved: dict[str, Any], names: Collection[str] | None = None) -> None:
+        """Takes the saved state of all parameters or, with `names`, of these; all of it is checked.
+
+        Raises UserError where it is none, or belongs to another optimizer, other groups or other shapes.
+        """
         if (problem := misfit(saved, {"kind": str, "groups": {str: [str]}, "state": {str: {str: object}}})) is not None:
             raise UserError(f"the checkpoint's optimizer state is damaged ({problem}); go on from another checkpoint")
         if saved["kind"] != self.kind:
@@ -150,10 +153,13 @@ class Optimizer:
         for part in self.parts:
             for group in part.param_groups:
                 for name, p in zip(group["names"], group["params"], strict=True):
-                    self._load_one(part, group, name, p, saved["state"].get(name, {}))
+                    values = saved["state"].get(name, {})
+                    self._check_one(group, name, p, values)
+                    if values and (names is None or name in names):
+                        self._load_one(part, p, values)
 
     @staticmethod
-    def _load_one(part: torch.optim.Optimizer, group: dict[str, Any], name: str, p: Tensor, values: dict[str, Any]) -> None:
+    def _check_one(group: dict[str, Any], name: str, p: Tensor, values: dict[str, Any]) -> None:
         expected = state_shapes(group, p)
         makes = {key: int if key == "step" else Tensor for key in values}
         if values and (misfit(values, makes) or values.keys() - {"step"} != expected.keys()):
@@ -164,12 +170,14 @@ class Optimizer:
                 raise UserError(
                     f"the checkpoint's optimizer state {key} of {name} has shape {found}; was --galore-rank changed?"
                 )
+
+    @staticmethod
+    def _load_one(part: torch.optim.Optimizer, p: Tensor, values: dict[str, Any]) -> None:
         state = {key: value.to(p.device, copy=True) if isinstance(value, Tensor) else value for key, value in values.items()}
         if isinstance(part, torch.optim.AdamW) and "step" in state:
             on_device = p.device if part.defaults["fused"] else "cpu"
             state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32, device=on_device)
-        if state:
-            part.state[p] = state
+        part.state[p] = state
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state once every parameter has been stepped (fp32)."""

@@ -262,7 +262,8 @@ class Trainer:
 
     def save(self, best: bool) -> None:
         """Writes a checkpoint. One that fails is reported; the old ones, and the run, live on."""
-        problem = self.write(best) if self.world.is_main else None
+        checkpoint = self.checkpoint()  # by every rank: each may hold a part of the optimizer's state
+        problem = self.write(checkpoint, best) if self.world.is_main else None
         self.saved_at = time.monotonic()
         if self.world.any(problem is not None):
             self.say(f"warning: no checkpoint of step {self.state.step:,} ({problem}); training goes on")
@@ -271,11 +272,10 @@ class Trainer:
         else:
             self.saved_step = self.state.step
 
-    def write(self, best: bool) -> str | None:
+    def write(self, checkpoint: dict[str, Any], best: bool) -> str | None:
         """Returns what went wrong, None where nothing did."""
         from checkpoint import is_finite, write_checkpoint
 
-        checkpoint = self.checkpoint()
         if not is_finite(checkpoint["model"]):
             raise UserError(
                 f"the weights of step {self.state.step:,} are not finite, so they are not saved; the checkpoint of step "

@@ -17,6 +17,7 @@ from optimizers import Optimizer, build_optimizer
 from support.common import format_duration
 from support.device import Device, matmul_rate, resolve_device
 from support.memory import explained_out_of_memory
+from support.sharding import sharded_state_bytes
 
 WARMUP_STEPS = 2  # the first steps allocate memory and fill caches
 LEAST_STEPS = 3
@@ -186,7 +187,10 @@ def estimate(config: Config, device: Device, max_iters: int, windows: int, secon
     rate = matmul_rate(device)
     times = bench.time_steps(seconds)
     lines = [f"device: {device.line}", *describe_parameters(bench.model), *bench.optimizer.describe()]
-    lines += describe_memory(memory_by_part(config, bench.model, bench.optimizer, device), device)
+    parts = memory_by_part(config, bench.model, bench.optimizer, device)
+    lines += describe_memory(parts, device)
+    if config.compute.shard_optimizer:
+        lines.append(describe_sharding(sum(parts.values()), bench.optimizer))
     lines += describe_work(config, bench.model, max_iters)
     lines += describe_time(config, bench.model, times, rate, max_iters, windows)
     return [*lines, describe_disk(config, bench.model, bench.optimizer)]
@@ -205,6 +209,13 @@ def describe_memory(parts: dict[str, int], device: Device) -> list[str]:
     if device.peak_memory():
         lines[-1] += f", measured {device.peak_memory() / 1e9:.2f} GB"
     return lines
+
+
+def describe_sharding(peak: int, optimizer: Optimizer) -> str:
+    """How many processes a run will have is torchrun's matter, so the peak is shown for several numbers of them."""
+    rest = peak - optimizer.state_bytes()
+    shown = [f"{(rest + sharded_state_bytes(optimizer, count)) / 1e9:.2f} GB with {count}" for count in (2, 4, 8)]
+    return f"predicted peak of each process, optimizer state sharded: {', '.join(shown)}"
 
 
 def describe_work(config: Config, model: GPT, max_iters: int) -> list[str]:

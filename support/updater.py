@@ -24,6 +24,7 @@ from optimizers import build_optimizer
 from support.common import UserError, misfit
 from support.device import Device, device_name
 from support.distributed import World
+from support.sharding import ShardedOptimizer
 
 Fetch = Callable[[int], tuple[Tensor, Tensor]]  # micro-step -> inputs, targets
 
@@ -84,6 +85,8 @@ class Updater:
         torch.manual_seed(config.run.seed)
         self.model = model = GPT(config.model, attention=config.compute.attention).to(device.device)
         self.optimizer = build_optimizer(model, train, device.device)
+        if config.compute.shard_optimizer and world.size > 1:
+            self.optimizer = ShardedOptimizer(self.optimizer, world)
         self.scaler = LossScaler() if device.needs_scaler else None
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._micro_steps = range(world.rank, train.grad_accum_steps, world.size)
@@ -205,7 +208,7 @@ class Updater:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps under "optimizer"."""
+        """What a checkpoint keeps under "optimizer"; whole on the main process alone. Every rank has to call it."""
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict() if self.scaler else None}
 
     def load(self, checkpoint: dict[str, Any], path: Path) -> None:

@@ -496,3 +496,54 @@ def test_more_processes_than_micro_batches_are_refused_with_the_arithmetic(tmp_p
     assert [process.wait() for process in ranks] == [2, 2]
     assert "2 processes cannot share 1 micro-batches" in ranks[0].output()
     assert "--batch-size 4 --grad-accum-steps 2 keeps 256 tokens a step" in ranks[0].output()
+
+
+def assert_same_checkpoint(name: str, other: str) -> None:
+    """Weights and optimizer state, in the same order, equal bit for bit."""
+    one, two = latest(name), latest(other)
+    for part in ("model", "optimizer"):
+        flat, flat_too = (list(ck.tensors_of(checkpoint[part])) for checkpoint in (one, two))
+        assert len(flat) == len(flat_too) and all(map(torch.equal, flat, flat_too)), part
+    state, state_too = (checkpoint["optimizer"]["optimizer"] for checkpoint in (one, two))
+    assert state["groups"] == state_too["groups"] and list(state["state"]) == list(state_too["state"])
+    assert all(values["step"] == state_too["state"][key]["step"] for key, values in state["state"].items() if "step" in values)
+
+
+@pytest.mark.parametrize(("optimizer", "count"), [("adamw", 2), ("adamw", 3), ("muon", 2), ("galore", 2)])
+def test_sharded_optimizer_state_changes_nothing_but_memory(tmp_path: Path, optimizer: str, count: int):
+    """Parameters that are stepped nowhere, twice or never sent round; state that a checkpoint lacks or mixes up."""
+    flags = ("--optimizer", optimizer, "--max-iters", "6", "--eval-interval", "3", "--warmup-iters", "2", "--galore-rank", "4")
+    counted = """
+import torch
+from support import updater
+original = updater.Updater.update
+def update(self, step, *rest):
+    result = original(self, step, *rest)
+    state = [t for part in self.optimizer._whole.parts for s in part.state.values() for t in s.values()]
+    kept = sum(4 * t.numel() for t in state if torch.is_tensor(t) and t.dim())
+    print("kept", kept, self.optimizer.state_bytes(), flush=True)
+    return result
+updater.Updater.update = update
+"""
+    for name, sharded, before in (("whole", (), ""), ("sharded", ("--shard-optimizer",), counted)):
+        ranks = start_ranks(tmp_path, count, "--run", name, *flags, *sharded, before=before)
+        assert [process.wait() for process in ranks] == count * [0], ranks[0].output()
+    assert_same_checkpoint("whole", "sharded")
+    whole = ck.tensor_bytes(latest("whole")["optimizer"])
+    kept = [int(re.findall(r"kept (\d+) (\d+)", process.output())[-1][0]) for process in ranks]
+    assert sum(kept) == whole and max(kept) < whole / count * 1.5
+    assert kept == [int(re.findall(r"kept (\d+) (\d+)", process.output())[-1][1]) for process in ranks]
+    assert "optimizer state: at most" in ranks[0].output()
+
+
+def test_a_run_goes_on_sharded_or_not_with_any_number_of_processes(tmp_path: Path):
+    """A checkpoint that only as many processes can read, or a resume that hands a process another one's moments."""
+    flags = ("--warmup-iters", "2", "--batch-size", "2", "--grad-accum-steps", "4", "--eval-interval", "100")
+    resume = ("--resume", "--override", "max_iters")
+    for count, *more in ((2, 4, "--shard-optimizer"), (3, 8, *resume), (2, 12, *resume, "--no-shard-optimizer")):
+        for process in start_ranks(tmp_path, count, "--run", "a", *flags, "--max-iters", *more):
+            assert process.wait() == 0, process.output()
+    for more in ((4,), (8, *resume), (12, *resume)):
+        run("--run", "b", *flags, "--max-iters", *more)
+    for name, weights in latest("b")["model"].items():
+        torch.testing.assert_close(latest("a")["model"][name], weights, rtol=1e-5, atol=1e-5)
