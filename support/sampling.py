@@ -90,10 +90,13 @@ class CachedDecoder:
     @torch.inference_mode()
     def prefill(self, idx: Tensor) -> Tensor:
         if self._cache is None or self._cache.k[0].shape[0] != idx.shape[0]:
-            weight = self.model.transformer.wte.weight
-            self._cache = KVCache(self.model.config, idx.shape[0], weight.device, weight.dtype)
+            self._cache = self._new_cache(idx.shape[0])
         self._cache.length = 0
         return self._read(idx)
+
+    def _new_cache(self, batch_size: int) -> KVCache:
+        weight = self.model.transformer.wte.weight
+        return KVCache(self.model.config, batch_size, weight.device, weight.dtype)
 
     @torch.inference_mode()
     def step(self, ids: Tensor) -> Tensor:
