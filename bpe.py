@@ -10,6 +10,7 @@ stay inside: a word with its space, or a match of the byte pattern (tokenizer.py
 - Encoding looks every piece up in a table of pieces met before, and merges the new ones side by side, in columns.
 """
 
+import bisect
 import contextlib
 import gc
 import heapq
@@ -19,7 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,34 +77,51 @@ def to_utf8(text: str) -> bytes:
 _SAFE_CUT = re.compile("[!-~](?= [!-~])")
 
 
-def windows(texts: Iterable[str]) -> Iterator[np.ndarray]:
-    """The texts in UTF-8, END behind each, as arrays of about WINDOW bytes (and MARGIN more) that no piece crosses."""
+class Window(NamedTuple):
+    """Texts to work on together. Its array is made where it is worked on, so that threads share that too."""
+
+    texts: list[str]
+    closed: bool  # else the last text goes on in the next window, with a space
+
+    def array(self) -> np.ndarray:
+        """The texts in UTF-8, END behind each, and MARGIN more; behind one that goes on stands the space to come."""
+        data = bytearray([END]).join(map(to_utf8, self.texts))
+        data += bytes([END]) * (MARGIN + 1) if self.closed else b" " + bytes([END]) * (MARGIN - 1)
+        return np.frombuffer(data, np.uint8)
+
+
+def windows(texts: Iterable[str]) -> Iterator[Window]:
+    """The texts in windows of about WINDOW characters that no piece crosses."""
     waiting: list[str] = []
     size = 0
-    for text in texts:
-        if len(text) > WINDOW:
-            low = 0
-            while len(text) - low > WINDOW and (cut := _SAFE_CUT.search(text, low + WINDOW)):
-                yield _window([*waiting, text[low : cut.end()]], closed=False)
-                waiting, size, low = [], 0, cut.end()
-            text = text[low:]
-        waiting.append(text)
-        size += len(text) + 1
-        if size >= WINDOW:
-            yield _window(waiting, closed=True)
-            waiting, size = [], 0
+    for block in _blocks(texts):
+        block_size = sum(map(len, block)) + len(block)
+        if size + block_size < WINDOW:
+            waiting += block
+            size += block_size
+            continue
+        for text in block:
+            if len(text) > WINDOW:
+                low = 0
+                while len(text) - low > WINDOW and (cut := _SAFE_CUT.search(text, low + WINDOW)):
+                    yield Window([*waiting, text[low : cut.end()]], closed=False)
+                    waiting, size, low = [], 0, cut.end()
+                text = text[low:]
+            waiting.append(text)
+            size += len(text) + 1
+            if size >= WINDOW:
+                yield Window(waiting, closed=True)
+                waiting, size = [], 0
     if waiting:
-        yield _window(waiting, closed=True)
+        yield Window(waiting, closed=True)
 
 
-def _window(texts: list[str], closed: bool) -> np.ndarray:
-    """One window; where its last text goes on (not `closed`), it is the space to come that stands behind it."""
-    data = np.frombuffer(bytes([END]).join(map(to_utf8, texts)), np.uint8)
-    window = np.full(len(data) + closed + MARGIN, END, np.uint8)
-    window[: len(data)] = data
-    if not closed:
-        window[len(data)] = 0x20
-    return window
+def _blocks(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts some at a time, so that short ones cost little; one by one where they come from a generator, which may be reading
+    them."""
+    if isinstance(texts, list):
+        return (texts[i : i + 64] for i in range(0, len(texts), 64))
+    return ([text] for text in texts)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -123,7 +141,8 @@ def word_spans(window: np.ndarray) -> Spans:
         edges = np.concatenate(([0], edges))
     starts, ends = edges[::2].copy(), edges[1::2] + 1
     closing = np.flatnonzero(text == END)
-    text[ends - 1] = 0x20
+    uneven = np.flatnonzero(blank & (text != 0x20))
+    text[uneven[text[uneven] != END]] = 0x20
     last = np.searchsorted(starts, closing) - 1  # words; of an empty text, the word before it
     text[ends[last[last >= 0]] - 1] = END
     return starts, ends - starts
@@ -348,7 +367,8 @@ class Counts:
             self._add(2, medium)
             self._long.update(long)
 
-    def _count(self, window: np.ndarray) -> tuple[Any, Any, list[Piece]]:
+    def _count(self, texts: Window) -> tuple[Any, Any, list[Piece]]:
+        window = texts.array()
         starts, lengths = self._spans(window)
         found = []
         *sizes, long = by_lanes(lengths)
@@ -966,127 +986,172 @@ def _row_offsets(left: np.ndarray, right: np.ndarray, vocab_size: int) -> np.nda
     return offsets
 
 
-def merge_columns(tokens: np.ndarray, table: MergeTable, results: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Merges many pieces of one length, one per column of `tokens` (L, W): the merged columns (L, W), and their lengths (W,).
+class Merged(NamedTuple):
+    """Pieces that came out at one length."""
 
-    L is at most 256. Every round applies each column's best merge, so all columns still at work have the same length. Beyond
-    a column's own length, an id without merges pads it (and is not counted off its length).
+    which: np.ndarray  # (k,) the pieces' numbers
+    tokens: np.ndarray  # (length, k)
+
+
+def merge_columns(
+    symbols: np.ndarray, starts: np.ndarray, sizes: np.ndarray, table: MergeTable, results: np.ndarray
+) -> Iterator[Merged]:
+    """Merges many pieces side by side, one per column; piece i is symbols[starts[i] : starts[i] + sizes[i]], 256 at most.
+
+    All columns at work have the same length. A round applies each one's best merge and makes it one shorter, so it then
+    stands beside the pieces of that length: as many rounds as the longest piece has symbols, and all of them wide.
+    `results[r]` is what merge r makes; behind them stands the padding, an id without merges. Padding above and below a
+    column gives every place neighbours, and inside one that has ended it makes no merge.
     """
-    length, width = tokens.shape
-    merged, lengths, live = tokens.copy(), np.full(width, length), np.arange(width)
-    ended = np.zeros(width, np.bool_)
-    best = table.find(tokens[:-1], tokens[1:])
-    best += np.arange(length - 1, dtype=np.uint32)[:, None]  # the pair's place: the least number is the merge to apply
-    while len(best):
-        chosen = best.min(axis=0)
+    padding = results[-1]
+    order = np.argsort(sizes.astype(np.uint16), kind="stable")[::-1]
+    longest = int(sizes[order[0]])
+    joining = np.split(order, np.cumsum(np.bincount(sizes, minlength=longest + 1)[:0:-1]))
+    which, ended = order[:0], np.zeros(0, np.bool_)
+    tokens, orders = np.zeros((longest + 2, 0), symbols.dtype), np.zeros((longest + 1, 0), np.uint32)
+    for length, fresh in zip(range(longest, 0, -1), joining, strict=False):
+        if len(fresh):
+            columns = _columns(symbols, starts[fresh], length, padding)
+            which, ended = np.concatenate((which, fresh)), np.concatenate((ended, np.zeros(len(fresh), np.bool_)))
+            tokens = np.concatenate((tokens, columns), axis=1)
+            orders = np.concatenate((orders, _orders(columns, table)), axis=1)
+        chosen = orders.min(axis=0)
         stuck = chosen >= MergeTable.NONE
         ending = np.flatnonzero(stuck > ended)
-        merged[: len(tokens), live[ending]] = tokens[:, ending]
-        lengths[live[ending]] = len(tokens)
+        if len(ending):
+            yield Merged(which[ending], tokens[1:-1].take(ending, axis=1))
         ended = stuck
-        count = np.count_nonzero(ended)
-        if 4 * count > len(live):  # moving columns costs as much as a round: columns that have ended idle along for a while
-            if count == len(live):
-                return merged, lengths
+        if 4 * np.count_nonzero(ended) > len(ended):  # moving columns costs as much as a round: meanwhile they idle along
             going = np.flatnonzero(~ended)
-            live, chosen, ended = live[going], chosen[going], ended[going]
-            tokens, best = tokens.take(going, axis=1), best.take(going, axis=1)
-        tokens, best = _round(tokens, best, chosen, ended, table, results)
-    merged[: len(tokens), live[~ended]] = tokens[:, ~ended]
-    lengths[live[~ended]] = len(tokens)
-    return merged, lengths
+            which, chosen, ended = which[going], chosen[going], ended[going]
+            tokens, orders = tokens.take(going, axis=1), orders.take(going, axis=1)
+        if length > 1:
+            tokens, orders = _round(tokens, orders, chosen, table, results)
+
+
+def _columns(symbols: np.ndarray, starts: np.ndarray, length: int, padding: np.generic) -> np.ndarray:
+    """Pieces of one length as columns between padding, (length + 2, k)."""
+    columns = np.full((length + 2, len(starts)), padding, symbols.dtype)
+    columns[1:-1] = symbols[starts + np.arange(length)[:, None]]
+    return columns
+
+
+def _orders(columns: np.ndarray, table: MergeTable) -> np.ndarray:
+    """Each pair's merge order with its place added: the least number of a column is the merge to apply, and where."""
+    orders = np.full((len(columns) - 1, columns.shape[1]), MergeTable.NONE + 255, np.uint32)
+    orders[1:-1] = table.find(columns[1:-2], columns[2:-1])
+    orders[1:-1] += np.arange(1, len(columns) - 2, dtype=np.uint32)[:, None]
+    return orders
 
 
 def _round(
-    tokens: np.ndarray, best: np.ndarray, chosen: np.ndarray, ended: np.ndarray, table: MergeTable, results: np.ndarray
+    tokens: np.ndarray, orders: np.ndarray, chosen: np.ndarray, table: MergeTable, results: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Applies the `chosen` merge of each column; what is behind it moves up by one. Ended columns idle."""
+    """Applies the `chosen` merge of each column; what is behind it moves up by one. Columns without a merge get padding."""
+    width = len(chosen)
     place = chosen.astype(np.uint8)
-    behind = np.arange(len(tokens) - 1, dtype=np.uint8)[:, None] > place
+    behind = np.arange(len(orders), dtype=np.uint8)[:, None] > place
     new = results[np.minimum(chosen >> np.uint32(MergeTable.PLACE_BITS), np.uint32(len(results) - 1))]
     tokens = np.where(behind, tokens[1:], tokens[:-1])
-    best = np.where(behind[:-1], best[1:] - np.uint32(1), best[:-1])  # their places too
-    flat = place.astype(np.int64) * len(place)
-    flat += np.arange(len(place))
-    all_tokens, all_best = tokens.reshape(-1), best.reshape(-1)  # views: both arrays are fresh and contiguous
-    all_tokens[flat] = new
-    for side, inside in ((-1, place > 0), (0, place < len(tokens) - 1)):  # the pairs that end and that start with `new`
-        i = (inside > ended).nonzero()[0]
-        at = flat[i] + side * len(place)
-        left, right = (all_tokens[at], new[i]) if side else (new[i], all_tokens[at + len(place)])
-        orders = table.find(left, right)
-        orders += place[i] if side == 0 else place[i] - np.uint8(1)
-        all_best[at] = orders
-    return tokens, best
+    orders = np.where(behind[:-1], orders[1:] - np.uint32(1), orders[:-1])  # their places too
+    at = place.astype(np.int64) * width
+    at += np.arange(width)
+    all_tokens, all_orders = tokens.reshape(-1), orders.reshape(-1)  # views: both arrays are fresh and contiguous
+    all_tokens[at] = new
+    after = table.find(new, all_tokens[at + width])
+    all_orders[at] = after + place
+    at -= width
+    before = table.find(all_tokens[at], new)
+    all_orders[at] = before + (place - np.uint8(1))
+    return tokens, orders
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Encoding in bulk
 
-EMPTY = np.uint64(0xFEFEFEFEFEFEFEFE)  # no piece begins with the byte FE
 UNKNOWN = -1
+ALONE = 12  # pieces of a job that are merged one by one, the longest
+JOB_PIECES = 1 << 16  # merged side by side: the more, the fewer calls; the fewer, the nearer to the caches
+JOB_BYTES = 1 << 19  # of longer ones
 COUNT_BITS = 31  # a piece's tokens are kept as `first << COUNT_BITS | count`, of a common store
 
 
 class PieceTable:
-    """What pieces of up to 8 * `lanes` bytes encode to: open addressing, for whole arrays of pieces at once."""
+    """What pieces of up to 8 * `lanes` bytes encode to: open addressing, for whole arrays of pieces at once.
+
+    A piece and its value share a row of 16 or 32 bytes: a lookup reads one place in memory (a third less time than two).
+    """
 
     def __init__(self, lanes: int) -> None:
         self.lanes, self.bits, self.size = lanes, 12, 0
         self._clear()
 
     def _clear(self) -> None:
-        self.keys = [np.full(1 << self.bits, EMPTY) for _ in range(self.lanes)]
-        self.values = np.full(1 << self.bits, UNKNOWN, np.int64)
+        # Lanes from the left, the value at the right. Not `zeros`: NumPy asks for huge pages only where it fills memory itself.
+        self.rows = np.full((1 << self.bits, 2 * self.lanes), np.uint64((1 << 64) - 1))
+
+    @property
+    def values(self) -> np.ndarray:
+        """(slots,) int64, UNKNOWN in empty ones."""
+        return self.rows.view(np.int64)[:, -1]
 
     def _slots(self, lanes: Sequence[np.ndarray]) -> np.ndarray:
         return (mixed(lanes) >> np.uint64(64 - self.bits)).astype(np.int64)
 
-    def _holds(self, slots: np.ndarray, lanes: Sequence[np.ndarray]) -> np.ndarray:
-        same = self.keys[0][slots] == lanes[0]
-        for key, lane in zip(self.keys[1:], lanes[1:], strict=True):
-            same &= key[slots] == lane
-        return same
+    def _look(self, slots: np.ndarray, lanes: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """The values in some slots, and which of them are other pieces'."""
+        rows = self.rows.take(slots, axis=0)
+        values = rows.view(np.int64)[:, -1].copy()
+        others = rows[:, 0] != lanes[0]
+        for i in range(1, self.lanes):
+            others |= rows[:, i] != lanes[i]
+        others &= values != UNKNOWN
+        return values, others
 
     def find(self, lanes: Sequence[np.ndarray]) -> np.ndarray:
         """int64 values, UNKNOWN for pieces that are not here."""
         slots = self._slots(lanes)
-        values = self.values[slots]  # of an empty slot: UNKNOWN
-        wrong = np.flatnonzero(~self._holds(slots, lanes) & (values != UNKNOWN))
+        values, others = self._look(slots, lanes)
+        wrong = np.flatnonzero(others)
         slots, lanes = slots[wrong], [lane[wrong] for lane in lanes]
         while len(wrong):
             slots = slots + 1 & (1 << self.bits) - 1
-            values[wrong] = self.values[slots]
-            more = ~self._holds(slots, lanes) & (values[wrong] != UNKNOWN)
+            values[wrong], more = self._look(slots, lanes)
             wrong, slots, lanes = wrong[more], slots[more], [lane[more] for lane in lanes]
         return values
 
     def insert(self, lanes: Sequence[np.ndarray], values: np.ndarray) -> None:
-        """Adds pieces that are not here yet."""
+        """Adds pieces that are not here yet. One that comes twice takes two slots, and the first is found: no harm is done."""
         if 2 * (self.size + len(values)) > 1 << self.bits:
             self._grow(self.size + len(values))
         self.size += len(values)
         slots = self._slots(lanes)
-        while len(values):
+        rows = np.empty((len(values), 2 * self.lanes), np.uint64)
+        for i, lane in enumerate(lanes):
+            rows[:, i] = lane
+        rows.view(np.int64)[:, -1] = values
+        while len(rows):
             free = np.flatnonzero(self.values[slots] == UNKNOWN)
-            self.values[slots[free]] = values[free]  # of several for one slot the last one stays
-            placed = np.zeros(len(values), np.bool_)
-            placed[free] = self.values[slots[free]] == values[free]
-            for key, lane in zip(self.keys, lanes, strict=True):
-                key[slots[placed]] = lane[placed]
-            rest = ~placed
-            slots, values = slots[rest] + 1 & (1 << self.bits) - 1, values[rest]
-            lanes = [lane[rest] for lane in lanes]
+            at, placed = slots[free], rows.take(free, axis=0)
+            self._whole(self.rows)[at] = self._whole(placed)  # of several for one slot the last one stays
+            rest = np.ones(len(rows), np.bool_)
+            rest[free] = self.values[at] != placed.view(np.int64)[:, -1]  # no two values are the same
+            rest = np.flatnonzero(rest)
+            slots, rows = slots[rest] + 1 & (1 << self.bits) - 1, rows.take(rest, axis=0)
+
+    @staticmethod
+    def _whole(rows: np.ndarray) -> np.ndarray:
+        """Each row as one item: so NumPy assigns rows several times faster."""
+        return rows.view(f"V{rows.itemsize * rows.shape[1]}").reshape(-1)
 
     def _grow(self, size: int) -> None:
-        full = self.values != UNKNOWN
-        lanes, values = [key[full] for key in self.keys], self.values[full]
+        full = self.rows[self.values != UNKNOWN]
         self.bits, self.size = (3 * size).bit_length(), 0
         self._clear()
-        self.insert(lanes, values)
+        self.insert([full[:, i] for i in range(self.lanes)], full.view(np.int64)[:, -1])
 
 
-class _Window(NamedTuple):
+class _LookedUp(NamedTuple):
     """A window on its way: pieces by size, and what each encodes to as far as it is known."""
 
     values: np.ndarray  # (pieces,), UNKNOWN for new ones
@@ -1101,7 +1166,7 @@ class Encoder:
 
     MOST_PIECES = 1 << 20  # about 80 MB
     MOST_TOKENS = 1 << 23
-    GROUP = 4  # windows whose new pieces are encoded together: more are alike, and the columns are wider
+    GROUP = 8  # windows whose new pieces are encoded together: more are alike, and the columns are wider
 
     def __init__(
         self,
@@ -1115,9 +1180,8 @@ class Encoder:
         self.ranks, self.result_list = ranks, list(results)
         self.table = MergeTable(ranks, vocab_size)
         self.dtype = np.uint16 if vocab_size < 1 << 16 else np.uint32
-        self.results = np.array(self.result_list or [0], self.dtype)
         self.symbols = symbols.astype(self.dtype)
-        self.padding = vocab_size
+        self.results = np.array([*self.result_list, vocab_size], self.dtype)  # with padding, as merge_columns takes them
         self.characters = characters
         self.spans = word_spans if characters else byte_spans
         self._forget()
@@ -1131,19 +1195,35 @@ class Encoder:
     def encode(self, texts: Iterable[str], threads: int) -> tuple[np.ndarray, np.ndarray]:
         """All ids, uint32 (N,), and where each text starts and ends in them, int64 (texts + 1,)."""
         ids, offsets, total = [np.zeros(0, np.uint32)], [np.zeros(1, np.int64)], 0
-        source = windows(texts)
-        while group := list(itertools.islice(source, max(threads, self.GROUP))):
-            if self.stored > self.MOST_TOKENS or sum(table.size for table in self.tables) + len(self.long) > self.MOST_PIECES:
-                self._forget()
-            looked_up = list(ordered_map(self._look_up, group, threads))
-            self._learn(looked_up, threads)
-            for part, ends in ordered_map(self._assemble, looked_up, threads):
-                ids.append(part)
-                offsets.append(ends + total)
-                total += len(part)
+        for part, ends in self._encode_windows(windows(texts), threads):
+            ids.append(part)
+            offsets.append(ends + total)
+            total += len(part)
         return np.concatenate(ids), np.concatenate(offsets)
 
-    def _look_up(self, window: np.ndarray) -> _Window:
+    def _encode_windows(self, source: Iterator[Window], threads: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Each window's ids, and how many come before each END."""
+        learnt: list[_LookedUp] = []
+        while (group := list(itertools.islice(source, max(threads, self.GROUP)))) or learnt:
+            # The group before is put together while this one is looked up: one wait for the slowest thread instead of two.
+            tasks = [*(partial(self._assemble, window) for window in learnt), *(partial(self._look_up, w) for w in group)]
+            done = list(ordered_map(lambda task: task(), tasks, threads))
+            yield from done[: len(learnt)]
+            learnt = done[len(learnt) :]
+            if learnt:
+                self._learn(learnt, threads)
+            if self._is_full():
+                yield from ordered_map(self._assemble, learnt, threads)
+                learnt = []
+                self._forget()
+
+    def _is_full(self) -> bool:
+        pieces = sum(table.size for table in self.tables) + len(self.long)
+        return self.stored > self.MOST_TOKENS or pieces > self.MOST_PIECES
+
+    def _look_up(self, texts: Window) -> _LookedUp:
+        window = texts.array()
+        ends = np.flatnonzero(window[:-MARGIN] == END)
         starts, lengths = self.spans(window)
         values, new, new_lanes = np.empty(len(starts), np.int64), [], []
         *sizes, long = by_lanes(lengths)
@@ -1159,19 +1239,20 @@ class Encoder:
         values[long] = found
         unknown = np.flatnonzero(found == UNKNOWN)
         new.append(long[unknown])
-        ends = np.flatnonzero(window[:-MARGIN] == END)
-        return _Window(values, new, new_lanes, [pieces[i] for i in unknown.tolist()], np.searchsorted(starts, ends))
+        return _LookedUp(values, new, new_lanes, [pieces[i] for i in unknown.tolist()], np.searchsorted(starts, ends))
 
-    def _learn(self, group: list[_Window], threads: int) -> None:
+    def _learn(self, group: list[_LookedUp], threads: int) -> None:
         """Encodes the unknown pieces of some windows, each once, and puts them in the tables."""
         fresh = list(ordered_map(lambda i: _fresh(window.lanes[i] for window in group), range(len(self.tables)), threads))
         long = list(dict.fromkeys(piece for window in group for piece in window.long))
-        values = self._encode_pieces(flatten(fresh, long), threads)
+        jobs = [([part], []) for lanes in fresh for part in _parts(lanes)] + [([], part) for part in _long_parts(long)]
+        merged = ordered_map(lambda job: self._merge(flatten(*job)), jobs, threads)
+        values = np.concatenate([np.zeros(0, np.int64), *map(self._store, merged)])
         *parts, values = np.split(values, np.cumsum([len(lanes[0]) for lanes in fresh]))
         list(ordered_map(lambda i: self.tables[i].insert(fresh[i], parts[i]), range(len(parts)), threads))
         self.long.update(zip(long, values.tolist(), strict=True))
 
-    def _assemble(self, window: _Window) -> tuple[np.ndarray, np.ndarray]:
+    def _assemble(self, window: _LookedUp) -> tuple[np.ndarray, np.ndarray]:
         """The ids of a window, and how many come before each END."""
         values = window.values
         for table, new, lanes in zip(self.tables, window.new, window.lanes, strict=False):
@@ -1184,57 +1265,33 @@ class Encoder:
         at += np.arange(total)
         return self.store[at].astype(np.uint32), np.concatenate(([0], behind))[window.ends]
 
-    def _encode_pieces(self, pieces: np.ndarray, threads: int) -> np.ndarray:
-        """Encodes pieces, END behind each, into the store; their values."""
+    def _merge(self, pieces: np.ndarray) -> list[Merged]:
+        """Encodes pieces, END behind each. The longest few go one by one: a round costs as much as ten merges in a list."""
         points = code_points(pieces) if self.characters else pieces
         ends = np.flatnonzero(points == (END_POINT if self.characters else END))
-        ids = self.symbols[points]
-        starts = np.concatenate(([0], ends[:-1] + 1)) if len(ends) else ends
+        symbols = self.symbols[points]
+        starts = np.concatenate(([0], ends[:-1] + 1))
         sizes = ends - starts
-        counts = np.zeros(len(sizes), np.int64)
-        jobs = list(self._jobs(sizes))
-        done = list(ordered_map(lambda job: self._merge(ids, starts, sizes, *job), jobs, threads))
-        for (chosen, _), (_, lengths) in zip(jobs, done, strict=True):
-            counts[chosen] = lengths
-        firsts = self._reserve(int(counts.sum())) + np.cumsum(counts) - counts
-        for (chosen, _), (merged, lengths) in zip(jobs, done, strict=True):
-            for i in range(int(lengths.max())):
-                has = lengths > i
-                self.store[firsts[chosen[has]] + i] = merged[i, has]
-        return firsts << COUNT_BITS | counts
+        longest = min(256, int(np.sort(sizes)[-ALONE])) if len(sizes) >= ALONE else 0
+        merged = []
+        for i in np.flatnonzero(sizes > longest).tolist():
+            tokens = merge_piece(symbols[starts[i] : ends[i]].tolist(), self.ranks, self.result_list)
+            merged.append(Merged(np.array([i]), np.array(tokens, self.dtype)[:, None]))
+        which = np.flatnonzero(sizes <= longest)
+        if len(which):
+            columns = merge_columns(symbols, starts[which], sizes[which], self.table, self.results)
+            merged += [Merged(which[done], tokens) for done, tokens in columns]
+        return merged
 
-    def _jobs(self, sizes: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
-        """Pieces to merge side by side, and the length to pad them to: so many that a job's arrays stay in the cache."""
-        order = np.argsort(sizes, kind="stable")
-        edges = np.searchsorted(sizes[order], JOB_LENGTHS, side="right")
-        low = 0
-        for high, length in zip(edges.tolist(), JOB_LENGTHS, strict=True):
-            width = max(256, (1 << 17) // length)
-            for at in range(low, high, width):
-                yield order[at : min(at + width, high)], length
-            low = high
-        for i in order[low:].tolist():
-            yield np.array([i]), int(sizes[i])
-
-    def _merge(
-        self, ids: np.ndarray, starts: np.ndarray, sizes: np.ndarray, chosen: np.ndarray, length: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        sizes = sizes[chosen]
-        if length > JOB_LENGTHS[-1] or (length > 64 and len(chosen) < 32):
-            merged = [
-                merge_piece(ids[a : a + n].tolist(), self.ranks, self.result_list)
-                for a, n in zip(starts[chosen].tolist(), sizes.tolist(), strict=True)
-            ]
-            lengths = np.array([len(piece) for piece in merged])
-            columns = np.zeros((int(lengths.max()), len(merged)), self.dtype)
-            for i, piece in enumerate(merged):
-                columns[: len(piece), i] = piece
-            return columns, lengths
-        rows = np.arange(length)[:, None]
-        inside = rows < sizes
-        columns = np.where(inside, ids[np.where(inside, starts[chosen] + rows, 0)], self.dtype(self.padding))
-        merged, lengths = merge_columns(columns, self.table, self.results)
-        return merged, lengths - (length - sizes)
+    def _store(self, merged: list[Merged]) -> np.ndarray:
+        """Puts the tokens of all pieces of a job into the store; their values."""
+        values = np.empty(sum(len(which) for which, _ in merged), np.int64)
+        for which, tokens in merged:
+            length, width = tokens.shape
+            first = self._reserve(length * width)
+            self.store[first : self.stored] = tokens.T.reshape(-1)
+            values[which] = np.arange(first, self.stored, length) << COUNT_BITS | length
+        return values
 
     def _reserve(self, count: int) -> int:
         """Room for `count` more tokens in the store; the first one's place."""
@@ -1244,15 +1301,22 @@ class Encoder:
         return first
 
 
-# Columns are padded to these lengths: exact where most pieces are.
-JOB_LENGTHS = [*range(1, 21), 24, 28, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256]
-
-
 def _fresh(lanes_of_windows: Iterable[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
-    """Distinct rows of several windows, also where the hash that `distinct` sorts by cannot tell some apart."""
+    """Distinct rows of several windows."""
     rows, _ = distinct(tuple(np.concatenate(lanes) for lanes in zip(*lanes_of_windows, strict=True)))
-    if len(rows) > 1:
-        order = np.lexsort(rows)
-        rows = tuple(lane[order] for lane in rows)
-        rows = tuple(lane[boundaries(rows)] for lane in rows)
     return rows
+
+
+def _parts(lanes: tuple[np.ndarray, ...]) -> Iterator[tuple[np.ndarray, ...]]:
+    for low in range(0, len(lanes[0]), JOB_PIECES):
+        yield tuple(lane[low : low + JOB_PIECES] for lane in lanes)
+
+
+def _long_parts(pieces: list[Piece]) -> Iterator[list[Piece]]:
+    """Pieces of about JOB_BYTES together, or one that is longer."""
+    ends = list(itertools.accumulate(map(len, pieces)))
+    low = 0
+    while low < len(pieces):
+        high = max(low + 1, bisect.bisect(ends, ends[low] + JOB_BYTES))
+        yield pieces[low:high]
+        low = high

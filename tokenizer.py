@@ -209,8 +209,6 @@ class BPETokenizer:
         """
         if self._encoder is None:
             self._encoder = self._make_encoder()
-        if self.kind == "word":
-            texts = [text.strip() for text in texts]  # the bulk encoder takes whitespace in front of END for one more text
         return self._encoder.encode(texts, threads)
 
     def _make_encoder(self) -> bpe.Encoder:

@@ -61,6 +61,10 @@ def small_windows(monkeypatch) -> random.Random:
         monkeypatch.setattr(bpe, "PARALLEL_ROWS", rng.choice([1, 1 << 20]))
         monkeypatch.setattr(bpe, "HEAP", rng.choice([1, 4, 1 << 10]))
         monkeypatch.setattr(bpe, "CHUNK", rng.choice([1, 7, 1 << 20]))
+        monkeypatch.setattr(bpe, "JOB_PIECES", rng.choice([1, 5, 1 << 16]))
+        monkeypatch.setattr(bpe, "JOB_BYTES", rng.choice([1, 40, 1 << 19]))
+        monkeypatch.setattr(bpe, "ALONE", rng.choice([1, 3, 12]))
+        monkeypatch.setattr(bpe.Encoder, "GROUP", rng.choice([1, 2, 8]))
         monkeypatch.setattr(bpe, "cpu_count", lambda: 1)  # thousands of one-cell chunks are no work for threads
         return rng
 
@@ -205,13 +209,30 @@ def test_encoding_equals_ordered_merges_at_every_border(small_windows, monkeypat
         monkeypatch.setattr(bpe.Encoder, "MOST_PIECES", rng.choice([2, 1 << 20]))
         texts, kind, vocab_size, _ = random_corpus(rng)
         tokenizer = BPETokenizer.train(texts, kind=kind, vocab_size=vocab_size, min_frequency=1)
-        texts += [random_corpus(rng)[0][0] for _ in range(rng.randint(0, 5))] + ["", " ", "q日" * 30]
+        texts += [random_corpus(rng)[0][0] for _ in range(rng.randint(0, 5))] + ["", " ", "q日" * 30, "a b \n", "\n"]
         expected = [ordered_merges(tokenizer, text) for text in texts]
         for _ in range(2):
             ids, offsets = tokenizer.encode_to_array(texts, threads=rng.choice([1, 2]))
             assert (ids.dtype, offsets.dtype, len(offsets)) == (np.uint32, np.int64, len(texts) + 1)
             assert [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)] == expected
         assert [tokenizer.encode(text) for text in texts] == expected
+
+
+@pytest.mark.parametrize("length", [255, 256, 257])
+def test_long_pieces_side_by_side(length, monkeypatch):
+    """Catches lengths and places that do not fit their 8 bits, and ended columns that come to life again, when many pieces
+    are long; the last merge makes a token of earlier ones, as it may in a file made elsewhere."""
+    monkeypatch.setattr(bpe, "ALONE", 1)
+    merges = [("a", "bb"), ("c", "a"), ("bb", "bb"), ("abb", "bb"), ("b", "a"), ("b", "b")]
+    tokens = [*"abc", " ", "ba", "ca", "abb", "bbbb", "abbbb", "bb"]
+    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *tokens])}
+    ids = {token.encode(): i for token, i in vocab.items()}
+    tokenizer = BPETokenizer("word", list(ids), [(vocab[a], vocab[b]) for a, b in merges])
+    rng = random.Random(8)
+    texts = ["".join(rng.choices("abc", k=rng.choice([length - 1, length - 1, 3, 30]))) for _ in range(60)]
+    encoded, offsets = tokenizer.encode_to_array(texts)
+    expected = [theirs(tokenizer).encode(text).ids for text in texts]
+    assert [encoded[a:b].tolist() for a, b in itertools.pairwise(offsets)] == expected
 
 
 @settings(max_examples=300, deadline=None)
