@@ -1,7 +1,7 @@
 """One training step, side by side in one process: ours, nanoGPT's default CPU step, and the matrix-product rate of the machine.
 
     uv run python bench/bench_train_step.py              6 x 384, block 256, vocabulary 8,192, batch 16; then the 126M shape
-    uv run python bench/bench_train_step.py --shape stand-in --optimizer adamw muon      two optimizers side by side
+    uv run python bench/bench_train_step.py --shape stand-in --optimizer adamw muon recipe      side by side
     uv run python bench/bench_train_step.py --profile    also where our step's time goes
     uv run python bench/bench_train_step.py --cpu-time   on one thread, in processor seconds: for a machine that others use too
 
@@ -13,6 +13,7 @@ A step is zero_grad, forward, backward, clip, update of one micro-batch. FLOPs a
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import multiprocessing
 import statistics
@@ -28,7 +29,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import ModelConfig, make_config
+from config import FAST_RECIPE, ModelConfig, make_config
 from model import GPT
 from optimizers import build_optimizer
 from support.device import Device, resolve_device
@@ -40,6 +41,8 @@ SHAPES = {
     "126M": (ModelConfig(), 2),
     "stand-in": (ModelConfig(n_layer=4, n_head=4, n_embd=256, block_size=256, vocab_size=4_096), 32),  # bench_recipes.py's
 }
+
+OPTIMIZERS = ("adamw", "muon", "galore", "recipe")
 
 
 class NanoBlock(nn.Module):
@@ -133,6 +136,11 @@ def make_batch(config: ModelConfig, batch: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def our_step(config: ModelConfig, device: Device, x: torch.Tensor, y: torch.Tensor, optimizer: str) -> Callable[[], None]:
+    """A step with the optimizer of that name; "recipe" is the model of the fast presets with their optimizer."""
+    if optimizer == "recipe":
+        fields = config.__dataclass_fields__
+        config = dataclasses.replace(config, **{name: value for name, value in FAST_RECIPE.items() if name in fields})
+        optimizer = FAST_RECIPE["optimizer"]
     settings = make_config("wikitext103", {"optimizer": optimizer})
     model = GPT(config).to(device.device)
     optimizer = build_optimizer(model, settings.train, device.device)
@@ -227,7 +235,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=[*SHAPES, "both"], default="both", help="both: small and 126M")
     parser.add_argument("--rounds", type=int, default=12, help="steps of each kind (a quarter of it for the 126M shape)")
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--optimizer", nargs="+", default=["adamw"], choices=["adamw", "muon", "galore"], metavar="NAME")
+    names = "|".join(OPTIMIZERS)
+    parser.add_argument("--optimizer", nargs="+", default=["adamw"], choices=OPTIMIZERS, metavar="NAME", help=names)
     parser.add_argument("--cpu-time", action="store_true", help="one thread, processor seconds instead of the wall clock")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
