@@ -191,8 +191,13 @@ def is_finite(state: dict[str, Tensor]) -> bool:
 # Reading
 
 
+class DamagedCheckpoint(UserError):
+    """A file that cannot be read as a checkpoint; an older one beside it may be whole."""
+
+
 def load_checkpoint(path: Path, verify: bool = False) -> dict[str, Any]:
-    """The checkpoint in `path`, its tensors on the CPU. Raises UserError when it is missing, damaged or of another program.
+    """The checkpoint in `path`, its tensors on the CPU. Raises UserError when it is missing or of another program,
+    DamagedCheckpoint when it is damaged.
 
     `verify` also compares the checksums that the file holds, which torch does not and which takes a pass over the file.
     """
@@ -201,12 +206,12 @@ def load_checkpoint(path: Path, verify: bool = False) -> dict[str, Any]:
             _verify_checksums(path)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise UserError(f"{path} is missing; train a model first, or name another file") from None
+        raise UserError(f"{path} is missing; name a file that exists or a run's folder, or train a model first") from None
     except MemoryError:
         raise
     except Exception as error:  # whatever the unpickler meets in foreign or damaged bytes
         reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise UserError(f"{path} is damaged or no checkpoint ({reason})") from None
+        raise DamagedCheckpoint(f"{path} is damaged or no checkpoint ({reason})") from None
     _check_layout(path, checkpoint)
     checkpoint["model"] = {_plain_name(name): tensor for name, tensor in checkpoint["model"].items()}
     return checkpoint
@@ -230,19 +235,34 @@ def _plain_name(name: str) -> str:
     return name
 
 
+def existing_checkpoints(run_dir: Path) -> list[Path]:
+    """A run's checkpoint files: the newest first, the best one last."""
+    latest, best = checkpoint_path(run_dir, "latest"), checkpoint_path(run_dir, "best")
+    return [path for path in (latest, *previous_checkpoints(run_dir), best) if path.exists()]
+
+
+def instead_of(damaged: Path) -> str | None:
+    """What to use instead of a damaged file: the newest other checkpoint of its folder that reads well, None if none does."""
+    for path in existing_checkpoints(damaged.parent):
+        if not os.path.samefile(path, damaged):  # best and latest are often one file
+            try:
+                return f"use --checkpoint {path} (step {load_checkpoint(path, verify=True)['iter']:,}), which reads well"
+            except UserError:
+                continue  # damaged as well
+    return None
+
+
 def newest_readable(run_dir: Path, start_command: str) -> tuple[Path, dict[str, Any], list[str]]:
     """The newest checkpoint that can be read, its content, and a line for each newer one that cannot.
 
     Raises UserError when there is none.
     """
-    latest, best = checkpoint_path(run_dir, "latest"), checkpoint_path(run_dir, "best")
     skipped = []
-    for path in [latest, *previous_checkpoints(run_dir), best]:
-        if path.exists():
-            try:
-                return path, load_checkpoint(path, verify=True), skipped
-            except UserError as error:
-                skipped.append(f"skipped: {error}")
+    for path in existing_checkpoints(run_dir):
+        try:
+            return path, load_checkpoint(path, verify=True), skipped
+        except UserError as error:
+            skipped.append(f"skipped: {error}")
     if skipped:
         raise UserError(f"no checkpoint in {run_dir} can be read: {'; '.join(skipped)}; start over with: {start_command}")
     raise UserError(f"there is no checkpoint in {run_dir}; start the run with: {start_command}")
@@ -284,17 +304,18 @@ def find_checkpoint(config: Config, explicit: str | None = None) -> Path:
 
     Raises UserError, which lists the runs that exist, when there is none.
     """
-    run_dir = config.run_dir
-    if explicit is not None:
-        if not Path(explicit).is_dir():
-            return Path(explicit)
-        run_dir = Path(explicit)
+    if explicit is not None and not Path(explicit).is_dir():
+        return Path(explicit)
+    run_dir = config.run_dir if explicit is None else Path(explicit)
     for path in (checkpoint_path(run_dir, "best"), checkpoint_path(run_dir, "latest"), *previous_checkpoints(run_dir)):
         if path.exists():
             return path
+    missing = f"there is no checkpoint in {run_dir}"
     runs = sorted(path.name for path in Path(config.run.checkpoint_dir).glob("*") if has_checkpoints(path))
-    known = "; runs that exist: " + ", ".join(f"--run {name}" for name in runs) if runs else ""
-    raise UserError(f"there is no checkpoint in {run_dir}; run: {config.command('train.py')}{known}")
+    if not runs:
+        raise UserError(f"{missing}; run: {config.command('train.py')}")
+    known = ", ".join(f"--run {name}" for name in runs)
+    raise UserError(f"{missing}; runs that exist: {known}; to train this one run: {config.command('train.py')}")
 
 
 @dataclass(frozen=True)
@@ -309,11 +330,14 @@ class LoadedModel:
 
 
 def load_model(path: Path, compute: ComputeConfig) -> LoadedModel:
-    """The model in a checkpoint file, on the device that `compute` asks for, in evaluation mode."""
+    """The model in a checkpoint file, on the device that `compute` asks for, in evaluation mode.
+
+    Checksums are compared: a flipped bit in a weight would spoil every figure and text, and nothing else would tell.
+    """
     from model import GPT
     from support.device import resolve_device
 
-    checkpoint = load_checkpoint(path)
+    checkpoint = load_checkpoint(path, verify=True)
     config = stored_config(path, checkpoint)
     device = resolve_device(compute)
     model = GPT(config.model, attention=compute.attention)

@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from checkpoint import (
+    DamagedCheckpoint,
     LoadedModel,
     find_checkpoint,
+    instead_of,
     load_checkpoint,
     load_model,
     load_weights,
@@ -42,7 +44,11 @@ def open_model(config: Config, explicit: str | None) -> tuple[LoadedModel, Path]
     if explicit is not None and is_hf_folder(Path(explicit)):
         return load_hf_folder(Path(explicit), config.compute), Path(explicit)
     path = find_checkpoint(config, explicit)
-    loaded = load_model(path, config.compute)
+    try:
+        loaded = load_model(path, config.compute)
+    except DamagedCheckpoint as error:
+        remedy = instead_of(path) or f"no other one in {path.parent} reads well, so train again: {config.command('train.py')}"
+        raise UserError(f"{error}; {remedy}") from None
     if loaded.tokenizer.vocab_size != loaded.config.model.vocab_size:
         sizes = f"{loaded.tokenizer.vocab_size:,} tokens, its model {loaded.config.model.vocab_size:,}"
         raise UserError(f"{path} is no whole checkpoint: its tokenizer has {sizes}; use another checkpoint")
@@ -156,9 +162,8 @@ class LeanDecoder(CachedDecoder):
 
     def _new_cache(self, batch_size: int) -> KVCache:
         weight = self.model.transformer.wte.weight
-        small = not isinstance(self.model.lm_head, nn.Linear)
-        dtype = torch.float16 if small else weight.dtype
-        return LeanCache(self.model.config, batch_size, weight.device, dtype, widen=small)
+        dtype = weight.dtype if isinstance(self.model.lm_head, nn.Linear) else torch.float16
+        return LeanCache(self.model.config, batch_size, weight.device, dtype, widen=dtype != torch.float32)
 
     @torch.inference_mode()
     def step(self, ids: Tensor) -> Tensor:
@@ -167,8 +172,9 @@ class LeanDecoder(CachedDecoder):
         for layer, slot, read in zip(self._layers, cache.slots(), cache.readers(), strict=True):
             qkv = layer.qkv(x, rotary)
             slot.copy_(qkv.narrow(1, 1, 2))
-            y = F.scaled_dot_product_attention(qkv.select(1, 0), *read())  # (B, n_head, 1, head_dim)
-            x += layer.attn_proj(y.reshape(x.shape))
+            keys, values = read()
+            y = F.scaled_dot_product_attention(qkv.select(1, 0).type_as(keys), keys, values)  # (B, n_head, 1, head_dim)
+            x += layer.attn_proj(y.reshape(x.shape).type_as(x))
             x += layer.mlp_proj(layer.activate(layer.c_fc(layer.ln_2(x))))
         cache.length += 1
         return self.model.logits(self.model.transformer.ln_f(x))

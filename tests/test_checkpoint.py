@@ -295,7 +295,7 @@ def test_find_checkpoint(tmp_path: Path):
     ):
         ck.find_checkpoint(config)
     ck.write_checkpoint(make(1), tmp_path / "other", 0)
-    with pytest.raises(UserError, match=r"runs that exist: --run other"):
+    with pytest.raises(UserError, match=r"in .*quick; runs that exist: --run other; to train"):
         ck.find_checkpoint(config)
     ck.write_checkpoint(make(1), tmp_path / "quick", 0)
     assert ck.find_checkpoint(config).name == "checkpoint_latest.pt"

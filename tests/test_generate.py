@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,6 +154,21 @@ def test_settings_out_of_range_and_wrong_tokenizers(stage, tmp_path):
     path = save_run(tmp_path / "run", small, config, random_model(config))
     with pytest.raises(UserError, match="its tokenizer has"):
         generate.main([*CPU, "--checkpoint", str(path)])
+
+
+def test_a_damaged_checkpoint_names_the_one_that_reads_well(runs, tmp_path):
+    """Would catch text drawn from weights with a flipped bit, and a message that leaves the reader without a next step."""
+    best = shutil.copytree(runs / "byte", tmp_path / "run") / "checkpoint_best.pt"
+    latest, damaged = best.with_name("checkpoint_latest.pt"), bytearray(best.read_bytes())
+    assert latest.exists()
+    damaged[len(damaged) // 2] ^= 1  # inside a tensor: torch reads on without a word
+    best.unlink()
+    best.write_bytes(damaged)
+    with pytest.raises(UserError, match=rf"checksum.*; use --checkpoint {re.escape(str(latest))} \(step 7\), which reads well"):
+        generate.main([*CPU, "--checkpoint", str(tmp_path / "run")])
+    latest.write_bytes(damaged[:100])
+    with pytest.raises(UserError, match=r"no other one in .* reads well, so train again: uv run python train.py"):
+        generate.main([*CPU, "--checkpoint", str(tmp_path / "run")])
 
 
 @pytest.mark.skipif(os.name == "nt", reason="interrupts are sent differently on Windows")

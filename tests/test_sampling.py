@@ -99,14 +99,14 @@ def test_draws_follow_the_distribution():
     assert torch.allclose(shares, torch.tensor([0.1, 0.6, 0.0, 0.25]) / 0.95, atol=0.015)
 
 
-def test_same_text_with_and_without_cache_at_every_length_around_the_edge(model):
+@pytest.mark.parametrize("cached", [CachedDecoder, LeanDecoder])
+def test_same_text_with_and_without_cache_at_every_length_around_the_edge(model, cached):
     """Would catch a cache that is off by one at the window's edge, or two different rules for going past it."""
     generator = torch.Generator().manual_seed(5)
     for length in range(1, 2 * model.config.block_size + 3):
         prompt = torch.randint(0, model.config.vocab_size, (2, length), generator=generator)
         texts = [
-            torch.stack(list(generate_batch(kind(model), prompt, 30, GREEDY))).tolist()
-            for kind in (CachedDecoder, UncachedDecoder)
+            torch.stack(list(generate_batch(kind(model), prompt, 30, GREEDY))).tolist() for kind in (cached, UncachedDecoder)
         ]
         assert texts[0] == texts[1], length
 
@@ -216,6 +216,22 @@ def test_small_weights_give_nearly_the_same_logits(kind, bound, bias):
         for x in (idx, idx[:1, :1]):
             want, got = exact(x)[0], packed(x)[0]
             assert (got - want).std() / want.std() < bound
+
+
+@pytest.mark.skipif(not has_fbgemm(), reason="this CPU has no FBGEMM")
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("weights", "bound"), [("float16", 4e-3), ("bfloat16", 5e-2)])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_steps_over_a_cache_in_16_bits_give_nearly_the_logits_of_one_pass(variant, weights, bound, batch_size):
+    """Would catch keys of one layer or text read for another's from the buffer in which they are widened."""
+    model = random_model(tiny_config(tiny_tokenizer("byte"), block_size=12, **VARIANTS[variant]), scale=0.1)
+    idx = torch.randint(0, model.config.vocab_size, (batch_size, 12))
+    with torch.no_grad():
+        whole = model(idx)[0][:, 4:]
+    decoder = LeanDecoder(replace_linears(model, Float16Linear) if weights == "float16" else model.bfloat16())
+    for _ in range(2):  # the second text reads a cache that another one has filled
+        steps = [decoder.prefill(idx[:, :5]), *(decoder.step(idx[:, t]) for t in range(5, 12))]
+        assert (torch.stack(steps, dim=1) - whole).std() < bound * whole.std()
 
 
 @pytest.mark.skipif(not has_fbgemm(), reason="this CPU has no FBGEMM")
