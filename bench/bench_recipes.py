@@ -59,12 +59,37 @@ class Row:
         return max(1, round(self.tokens / TOKENS_PER_STEP))
 
 
+BASELINE, OURS = f"{ADAMW} --learning-rate 2e-3", f"{RECIPE} --learning-rate 1e-2"
+
+# One change of our recipe each.
+CHANGES = {
+    "recipe": "",
+    "adamw": "--optimizer adamw --learning-rate 4e-3",
+    "no-qk-norm": "--no-qk-norm",
+    "no-zero-init": "--no-zero-init",
+    "gelu": "--activation gelu",
+    "learned-positions": "--position learned",
+    "untied": "--no-tied-head",
+    "random-windows": "--sampling random",
+    "cosine": "--lr-schedule cosine",
+    "rmsnorm-gain": "--norm rmsnorm",
+    "layernorm": "--norm layernorm",
+    "no-embedding-norm": "--no-embedding-norm",
+    "qwen3": "--norm rmsnorm --no-embedding-norm --activation swiglu",
+    "softcap-15": "--logit-softcap 15",
+    "softcap-30": "--logit-softcap 30",
+}
+
 TABLE = (
     Row("adamw-2M-1e-3", f"{ADAMW} --learning-rate 1e-3", 2e6),
-    Row("adamw-2M-2e-3", f"{ADAMW} --learning-rate 2e-3", 2e6, (1, 2, 3)),
+    Row("adamw-2M-2e-3", BASELINE, 2e6, (1, 2, 3)),
     Row("adamw-2M-3e-3", f"{ADAMW} --learning-rate 3e-3", 2e6),
-    Row("recipe-2M", f"{RECIPE} --learning-rate 6e-3", 0.6e6, (1, 2, 3), "adamw-2M-2e-3"),
-    Row("adamw-8M", f"{ADAMW} --learning-rate 2e-3", 8e6, (1, 2, 3)),
+    Row("adamw-2M-2e-3-w20", f"{BASELINE} --warmup-ratio 0.2", 2e6),
+    Row("recipe-2M-6e-3", f"{RECIPE} --learning-rate 6e-3", 0.6e6, (1,), "adamw-2M-2e-3"),
+    Row("recipe-2M-1e-2", OURS, 0.6e6, (1, 2, 3), "adamw-2M-2e-3"),
+    Row("recipe-2M-15e-3", f"{RECIPE} --learning-rate 1.5e-2", 0.6e6, (1,), "adamw-2M-2e-3"),
+    *(Row(f"abl-{name}", f"{OURS} {change}", 0.33e6, (1,), "abl-recipe") for name, change in CHANGES.items()),
+    Row("adamw-8M", BASELINE, 8e6, (1, 2, 3)),
     Row("recipe-8M", f"{RECIPE} --learning-rate 6e-3", 3.2e6, (1, 2, 3), "adamw-8M"),
 )
 
