@@ -45,7 +45,9 @@ def parameters_by_part(model: GPT) -> dict[str, int]:
     return {**parts, "padding": padding} if padding else parts
 
 
-def activation_bytes(config: ModelConfig, batch_size: int, dtype: torch.dtype, device_type: str, compiled: bool) -> int:
+def activation_bytes(
+    config: ModelConfig, batch_size: int, dtype: torch.dtype, device_type: str, compiled: bool, attention: str = "fused"
+) -> int:
     """Bytes that a forward pass keeps for the backward pass, logits apart.
 
     The residual stream is fp32; what enters and leaves matrix products has `dtype`. A compiled model computes cheap
@@ -55,13 +57,15 @@ def activation_bytes(config: ModelConfig, batch_size: int, dtype: torch.dtype, d
     C, hidden = config.n_embd, config.mlp_hidden
     gated = config.activation == "swiglu"  # keeps the gate and what it lets through, each in front of and behind the product
     norms = 2 * C * (4 + half)  # input of each norm, and its output as the products read it
-    attention = 3 * C * half + C * half  # query, key, value; the heads' output
+    heads = 3 * C * half + C * half  # query, key, value; the heads' output
     mlp = hidden * (4 if gated else 2) * half  # in front of and behind the non-linearity
     if config.qk_norm or config.position == "rotary":
-        attention += 2 * C * half  # queries and keys before they are normed and turned
+        heads += 2 * C * half  # queries and keys before they are normed and turned
     dropout = 2 * C if config.dropout else 0  # one byte a kept number
-    per_token = norms + attention + mlp + dropout
-    if compiled and device_type == "cpu" and config.block_size <= LONGEST_BLOCKED:
+    per_token = norms + heads + mlp + dropout
+    if attention == "reference":  # all weights, as the softmax gives them and as the product reads them
+        per_token += config.n_head * config.block_size * (4 if half == 4 else 4 + half)
+    elif compiled and device_type == "cpu" and config.block_size <= LONGEST_BLOCKED:
         per_token += config.n_head * config.block_size * half * 5 // 8  # attention weights, in four blocks under the diagonal
     return tokens * (config.n_layer * per_token + C * 4)
 
@@ -81,7 +85,8 @@ def memory_by_part(config: Config, model: GPT, optimizer: Optimizer, device: Dev
     if half != torch.float32:
         parts[f"weights in {str(half).removeprefix('torch.')}"] = half.itemsize * matrices
     compiled = device.compile_seconds > 0
-    parts["activations"] = activation_bytes(config.model, batch_size, half, device.device.type, compiled)
+    kept = activation_bytes(config.model, batch_size, half, device.device.type, compiled, config.compute.attention)
+    parts["activations"] = kept
     parts["logits"] = logits_bytes(config.model, batch_size, half)
     return parts
 

@@ -62,14 +62,20 @@ def kept_bytes(model: GPT, batch_size: int, dtype: torch.dtype) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "changes", [{}, {"bias": True, "activation": "gelu_tanh"}, {"position": "rotary", "activation": "swiglu"}]
+    ("changes", "attention"),
+    [
+        ({}, "fused"),
+        ({}, "reference"),
+        ({"bias": True, "activation": "gelu_tanh"}, "fused"),
+        ({"position": "rotary", "activation": "swiglu"}, "fused"),
+    ],
 )
-def test_activations_are_what_autograd_keeps(dtype: torch.dtype, changes: dict):
+def test_activations_are_what_autograd_keeps(dtype: torch.dtype, changes: dict, attention: str):
     """Catches a formula that forgets a tensor: within 10 % of what a real forward pass saves, for both recipes' blocks."""
     config = ModelConfig(n_layer=3, n_head=4, n_embd=128, block_size=64, vocab_size=100, **changes)
     torch.manual_seed(0)
-    found = kept_bytes(GPT(config), 5, dtype)
-    predicted = activation_bytes(config, 5, dtype, "cpu", compiled=False)
+    found = kept_bytes(GPT(config, attention), 5, dtype)
+    predicted = activation_bytes(config, 5, dtype, "cpu", compiled=False, attention=attention)
     assert predicted == pytest.approx(found, rel=0.10)
 
 
