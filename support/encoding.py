@@ -191,8 +191,12 @@ class WorkerPool:
         self._executor: ProcessPoolExecutor | None = None
         if processes > 1:
             context = multiprocessing.get_context("spawn")  # the one way that every system has
-            start = (corpus, tokenizer)
-            self._executor = ProcessPoolExecutor(processes - 1, context, initializer=_start_worker, initargs=start)
+            # A queue sends from a thread of its own; as arguments the two would hold this process up until a worker reads them.
+            start = context.Queue()
+            start.cancel_join_thread()  # a worker that died before it read must not be waited for
+            for _ in range(processes - 1):
+                start.put((corpus, tokenizer))
+            self._executor = ProcessPoolExecutor(processes - 1, context, initializer=_start_worker, initargs=(start,))
 
     def __enter__(self) -> "WorkerPool":
         return self
@@ -245,9 +249,9 @@ class _Worker:
     encoder: BlockEncoder
 
 
-def _start_worker(corpus: Corpus, tokenizer: BPETokenizer) -> None:
+def _start_worker(start: "multiprocessing.Queue[tuple[Corpus, BPETokenizer]]") -> None:
     start_worker()
-    _Worker.encoder = BlockEncoder(corpus, tokenizer)
+    _Worker.encoder = BlockEncoder(*start.get())
 
 
 def _in_worker(method: Callable, *task: Any) -> Any:

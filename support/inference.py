@@ -21,6 +21,7 @@ from checkpoint import (
     LoadedModel,
     find_checkpoint,
     instead_of,
+    is_finite,
     load_checkpoint,
     load_model,
     load_weights,
@@ -295,7 +296,7 @@ def load_initial_weights(model: GPT, path: Path, config: Config, tokenizer: BPET
     """Copies the weights of a checkpoint of ours or a Hugging Face GPT-2 folder into `model`; returns a line that says so.
 
     Of learned positions, the first `block_size` are taken. Raises UserError where the vocabulary is not that of `tokenizer`, or
-    the shapes differ.
+    the shapes differ, and for weights that are not finite.
     """
     if is_hf_folder(path):
         source = read_hf_config(path)
@@ -312,6 +313,8 @@ def load_initial_weights(model: GPT, path: Path, config: Config, tokenizer: BPET
     if source.position == "learned" and source.block_size > model.config.block_size and "transformer.wpe.weight" in state:
         state["transformer.wpe.weight"] = state["transformer.wpe.weight"][: model.config.block_size]
     load_weights(model, state, path)
+    if not is_finite(state):
+        raise UserError(f"{path} holds weights that are no finite numbers; take others, or leave --init-from out")
     return f"weights from {path}, optimizer fresh"
 
 

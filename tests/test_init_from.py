@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from conftest import assert_user_error
 from tiny_corpus import TINY_RUN, make_tiny_corpus
 
@@ -40,3 +41,12 @@ def test_a_run_begins_where_the_weights_are(first, tmp_path, stage):
         train.main([*SHORT, "--run", "fourth", "--init-from", str(source), "--n-layer", "3"])
     assert_user_error(stage("train.py", *SHORT, "--run", "first", "--resume", "--init-from", source), "--init-from")
     assert not (tmp_path / "checkpoints" / "fourth").exists()
+
+
+def test_weights_that_are_not_finite_are_refused(first, tmp_path):
+    """Would catch a run that begins with them and then points to a checkpoint that it never wrote."""
+    checkpoint = torch.load(tmp_path / "checkpoints" / "first" / "checkpoint_latest.pt", weights_only=True)
+    checkpoint["model"]["transformer.ln_f.weight"][3] = float("nan")
+    torch.save(checkpoint, tmp_path / "damaged.pt")
+    with pytest.raises(UserError, match=r"damaged\.pt holds weights that are no finite numbers"):
+        train.main([*SHORT, "--run", "second", "--init-from", str(tmp_path / "damaged.pt")])
