@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,30 @@ def stage(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
         )
 
     return run
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Models this small only wait for each other's threads; puts back what a run sets for its whole process."""
+    import torch  # tests of the early stages do without
+
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture
+def in_tiny_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    """A folder of its own with a tiny corpus, for training in this process."""
+    from tiny_corpus import make_tiny_corpus
+
+    from support import device
+
+    make_tiny_corpus(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(device, "matmul_rate", lambda _: 1e12)  # takes longer than a tiny run
 
 
 def assert_user_error(result: subprocess.CompletedProcess, *fragments: str) -> None:

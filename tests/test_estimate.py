@@ -16,14 +16,7 @@ from support.estimate import StepTimes, activation_bytes, describe_disk, memory_
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "batch_size": 4, "max_iters": 50, "warmup_iters": 5}
 
 
-@pytest.fixture(autouse=True)
-def process_settings():
-    """One thread for tiny products; puts back what resolve_device sets for the whole process."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tiny_config(**changes) -> Config:

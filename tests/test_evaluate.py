@@ -18,14 +18,7 @@ from support.inference import Int8Linear, has_fbgemm, replace_linears
 from support.scoring import ScoredText, Scores, detokenise_wikitext, interval, plan_windows, score, token_losses
 from tokenizer import BPETokenizer
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models this small only wait for each other's threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def text_of(tokenizer: BPETokenizer, documents: list[str]) -> ScoredText:

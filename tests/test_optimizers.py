@@ -16,12 +16,7 @@ TINY = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=50)
 KINDS = ("adamw", "muon", "galore")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def settings(**changes) -> TrainConfig:

@@ -25,13 +25,7 @@ from support.sampling import (
 GREEDY = SampleConfig(temperature=0.0)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models this small only wait for each other's threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT, assert_user_error
-from tiny_corpus import TINY_RUN, make_tiny_corpus
+from tiny_corpus import TINY_RUN
 from training_process import TrainingProcess
 
 import checkpoint as ck
@@ -31,17 +31,7 @@ from support.updater import LossScaler, Updater
 SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "block_size": 32, "device": "cpu", "dtype": "float32", "compile": "off"}
 
 
-@pytest.fixture(autouse=True)
-def in_tiny_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Trains in a folder of its own, and gives back what a run sets for its whole process."""
-    make_tiny_corpus(tmp_path / "data")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(device, "matmul_rate", lambda _: 1e12)  # takes longer than a tiny run
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
+pytestmark = pytest.mark.usefixtures("in_tiny_folder")
 
 
 def make_updater(**settings: Any) -> Updater:

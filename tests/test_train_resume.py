@@ -4,7 +4,7 @@ import json
 import os
 import random
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,11 @@ from tiny_corpus import TINY_RUN, make_tiny_corpus
 
 import train
 from checkpoint import load_checkpoint
-from support import device
 from support.common import UserError
 from support.metrics import read_metrics
 from support.updater import Updater
 
-
-@pytest.fixture(autouse=True)
-def in_tiny_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Trains in a folder of its own, and gives back what a run sets for its whole process."""
-    make_tiny_corpus(tmp_path / "data")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(device, "matmul_rate", lambda _: 1e12)  # takes longer than a tiny run
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
+pytestmark = pytest.mark.usefixtures("in_tiny_folder")
 
 
 def run(*flags: object) -> None:
