@@ -85,6 +85,7 @@ TABLE = (
     Row("adamw-2M-2e-3", BASELINE, 2e6, (1, 2, 3)),
     Row("adamw-2M-3e-3", f"{ADAMW} --learning-rate 3e-3", 2e6),
     Row("adamw-2M-2e-3-w20", f"{BASELINE} --warmup-ratio 0.2", 2e6),
+    Row("recipe-2M-4e-3", f"{RECIPE} --learning-rate 4e-3", 0.6e6, (1,), "adamw-2M-2e-3"),
     Row("recipe-2M-6e-3", f"{RECIPE} --learning-rate 6e-3", 0.6e6, (1,), "adamw-2M-2e-3"),
     Row("recipe-2M-1e-2", OURS, 0.6e6, (1, 2, 3), "adamw-2M-2e-3"),
     Row("recipe-2M-15e-3", f"{RECIPE} --learning-rate 1.5e-2", 0.6e6, (1,), "adamw-2M-2e-3"),
