@@ -11,6 +11,7 @@ Shapes: B sequences, T tokens each, C = n_embd, V = vocabulary.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -23,6 +24,7 @@ ROTARY_BASE = 10_000.0
 RMS_EPS = 1e-6
 IGNORE_INDEX = -100  # targets with this value are not scored
 LONGEST_BLOCKED = 1_024  # tokens; see fused_attention
+HEAD_ROWS = 1_024  # tokens whose logits exist at once; see HeadLoss
 
 
 class KVCache:
@@ -91,23 +93,67 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -
     return weights.type_as(v) @ v
 
 
-def blocked_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, blocks: int = 4) -> Tensor:
-    """reference_attention for one block of queries after the other, each with no more keys than its last query may see."""
-    size = -(-q.size(2) // blocks)
-    ends = range(size, q.size(2) + size, size)
-    parts = [reference_attention(q[:, :, e - size : e], k[:, :, :e], v[:, :, :e], dropout) for e in ends]
-    return torch.cat(parts, dim=2)
+class BlockedAttention(torch.autograd.Function):
+    """The same for one block of queries after the other, each with no more keys than its last query may see.
+
+    q, k, v: (N, T, head_dim); T is a multiple of `blocks`. Made for the compiler on a CPU: the weights exist in the type of v
+    alone, not yet divided by their sum, and the backward pass works from these. The gradient is that of Dao et al. 2022,
+    arXiv 2205.14135, appendix B.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: int) -> Tensor:
+        size, outputs, sums, weights = q.size(1) // blocks, [], [], []
+        for end in range(size, q.size(1) + 1, size):
+            scores = (q[:, end - size : end] @ k[:, :end].transpose(1, 2)).float() / math.sqrt(q.size(2))
+            scores = scores.masked_fill(~causal_mask(size, end, q.device), float("-inf"))  # (N, size, end)
+            weights.append(torch.exp(scores - scores.amax(-1, keepdim=True)).type_as(v))
+            sums.append(weights[-1].sum(-1, keepdim=True, dtype=torch.float32))
+            outputs.append(((weights[-1] @ v[:, :end]).float() / sums[-1]).type_as(v))
+        ctx.save_for_backward(q, k, v, *outputs, *sums, *weights)
+        return torch.cat(outputs, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *saved = ctx.saved_tensors
+        blocks = len(saved) // 3
+        size, dq, dk, dv = q.size(1) // blocks, [], [], []
+        for i in range(blocks):
+            y, total, weights = saved[i::blocks]
+            begin, end = i * size, (i + 1) * size
+            dy_block = dy[:, begin:end].float()
+            mean = (dy_block * y.float()).sum(-1, keepdim=True) / total
+            dy_block = (dy_block / total).type_as(v)
+            dweights = (dy_block @ v[:, :end].transpose(1, 2)).float()
+            dscores = (weights.float() * (dweights - mean) / math.sqrt(q.size(2))).type_as(q)
+            dq.append(dscores @ k[:, :end])
+            dk.append(dscores.transpose(1, 2) @ q[:, begin:end])
+            dv.append(weights.transpose(1, 2) @ dy_block)
+        return torch.cat(dq, dim=1), _sum_of_blocks(dk), _sum_of_blocks(dv), None
+
+
+def _sum_of_blocks(parts: list[Tensor]) -> Tensor:
+    """Sum of (N, size, D), (N, 2 * size, D) ... as (N, blocks * size, D), each a prefix of the next one's rows."""
+    size = parts[0].size(1)
+    rows = [sum(p[:, i * size : (i + 1) * size].float() for p in parts[i:]).type_as(parts[0]) for i in range(len(parts))]
+    return torch.cat(rows, dim=1)
+
+
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """BlockedAttention of q, k, v (B, n_head, T, head_dim), in two blocks where T allows it."""
+    y = BlockedAttention.apply(*(t.flatten(0, 1) for t in (q, k, v)), 2 if q.size(2) % 2 == 0 else 1)
+    return y.view(q.shape)
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     """The same in one kernel that never stores the weights (Dao et al. 2022, arXiv 2205.14135).
 
-    Compiled for a CPU, blocks with a softmax that the compiler fuses take half the time of the kernel; their stored weights
-    grow with the square of T, so long contexts stay with the kernel.
+    Compiled for a CPU, blocks with a softmax that the compiler fuses take a third of the kernel's time, forward and backward
+    (T = 256, head_dim 64, bf16); their stored weights grow with the square of T, so long contexts stay with the kernel.
     """
     T, S = q.size(2), k.size(2)
-    if q.device.type == "cpu" and torch.compiler.is_compiling() and 1 < T == S <= LONGEST_BLOCKED:
-        return blocked_attention(q, k, v, dropout)
+    if q.device.type == "cpu" and torch.compiler.is_compiling() and not dropout and 1 < T == S <= LONGEST_BLOCKED:
+        return blocked_attention(q, k, v)
     if T in (1, S):  # a single query is the newest token and may look at everything
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_mask(T, S, q.device), dropout_p=dropout)
@@ -162,6 +208,36 @@ class MLP(nn.Module):
         if self.activation == "relu2":
             return F.relu(x).square()
         return F.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+
+
+class HeadLoss(torch.autograd.Function):
+    """Sum of the cross-entropies of x (N, C) times the head's weight (V, C) against targets (N,), IGNORE_INDEX not scored.
+
+    The logits of HEAD_ROWS rows at a time, and with `with_gradient` their gradient at once: what is in the cache is not read
+    from memory again in the backward pass, and no more logits exist than that. Made for the compiler on a CPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, with_gradient: bool) -> Tensor:
+        loss, dx, dweight = x.new_zeros((), dtype=torch.float32), [], torch.zeros_like(weight)
+        columns = torch.arange(weight.size(0), device=x.device, dtype=torch.int32)  # as wide as the scores, for one vector loop
+        for rows, target in zip(x.split(HEAD_ROWS), targets.unsqueeze(1).split(HEAD_ROWS), strict=True):
+            logits, scored = F.linear(rows, weight), target != IGNORE_INDEX
+            scores = logits.float()  # (HEAD_ROWS, V)
+            log_sum = scores.logsumexp(-1, keepdim=True)
+            loss = loss + torch.where(scored, log_sum - scores.gather(1, target.clamp(min=0)), 0.0).sum()
+            if with_gradient:
+                hit = columns == target.to(torch.int32)
+                dlogits = torch.where(scored, torch.exp(scores - log_sum) - hit.float(), 0.0).type_as(logits)
+                dx.append(dlogits @ weight)
+                dweight = dweight + dlogits.T @ rows
+        ctx.save_for_backward(torch.cat(dx) if with_gradient else x, dweight)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dweight = ctx.saved_tensors
+        return dx.float() * dloss, dweight * dloss, None, None
 
 
 class Block(nn.Module):
@@ -221,6 +297,10 @@ class GPT(nn.Module):
         x = self.hidden(idx, cache)  # (B, T, C)
         if targets is None:
             return self.logits(x[:, -1:] if last_only else x), None
+        if x.device.type == "cpu" and torch.compiler.is_compiling() and not self.config.logit_softcap:
+            weight = self.lm_head.weight[: self.config.vocab_size]
+            loss = HeadLoss.apply(x.flatten(0, 1), weight, targets.flatten(), torch.is_grad_enabled())
+            return None, loss if reduction == "sum" else loss / (targets != IGNORE_INDEX).sum()
         # Whole, although it is the biggest tensor: F.linear_cross_entropy's chunks break the compiled graph, and its products
         # took 2.7 times as long on a CPU.
         logits = self.logits(x).flatten(0, 1)  # (B * T, V)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from config import Config, ModelConfig
 from dataset import TokenData, WindowReader, count_steps, eval_windows, train_windows
-from model import GPT, LONGEST_BLOCKED
+from model import GPT, HEAD_ROWS, LONGEST_BLOCKED
 from optimizers import Optimizer, build_optimizer
 from support.common import format_duration
 from support.device import Device, matmul_rate, resolve_device
@@ -66,13 +66,14 @@ def activation_bytes(
     if attention == "reference":  # all weights, as the softmax gives them and as the product reads them
         per_token += config.n_head * config.block_size * (4 if half == 4 else 4 + half)
     elif compiled and device_type == "cpu" and config.block_size <= LONGEST_BLOCKED:
-        per_token += config.n_head * config.block_size * half * 5 // 8  # attention weights, in four blocks under the diagonal
+        per_token += config.n_head * config.block_size * half * 3 // 4  # attention weights, in two blocks under the diagonal
     return tokens * (config.n_layer * per_token + C * 4)
 
 
-def logits_bytes(config: ModelConfig, batch_size: int, dtype: torch.dtype) -> int:
-    """Logits in `dtype` and fp32, and their gradient, which exist at once at the turn from forward to backward."""
-    numbers = batch_size * config.block_size * config.padded_vocab_size
+def logits_bytes(config: ModelConfig, batch_size: int, dtype: torch.dtype, in_pieces: bool) -> int:
+    """Logits in `dtype` and fp32, and their gradient, which exist at once: all of them, or those of HEAD_ROWS tokens."""
+    rows = batch_size * config.block_size
+    numbers = (min(rows, HEAD_ROWS) if in_pieces else rows) * config.padded_vocab_size
     return numbers * (dtype.itemsize + 4 + (4 if dtype.itemsize == 4 else 4 + dtype.itemsize))
 
 
@@ -87,7 +88,8 @@ def memory_by_part(config: Config, model: GPT, optimizer: Optimizer, device: Dev
     compiled = device.compile_seconds > 0
     kept = activation_bytes(config.model, batch_size, half, device.device.type, compiled, config.compute.attention)
     parts["activations"] = kept
-    parts["logits"] = logits_bytes(config.model, batch_size, half)
+    in_pieces = compiled and device.device.type == "cpu" and not config.model.logit_softcap
+    parts["logits"] = logits_bytes(config.model, batch_size, half, in_pieces)
     return parts
 
 

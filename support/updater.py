@@ -165,7 +165,7 @@ class Updater:
 
     def _clip(self, norm: float) -> None:
         limit = self.config.train.grad_clip
-        if limit:
+        if limit and norm > limit:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, limit, torch.tensor(norm, device=self.device.device))
 
     # ------------------------------------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import model as model_module
 from config import ModelConfig
-from model import ATTENTION, GPT, KVCache, blocked_attention, fused_attention, reference_attention
+from model import ATTENTION, GPT, BlockedAttention, HeadLoss, KVCache, blocked_attention, fused_attention, reference_attention
 
 TINY = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=50)
 QWEN3 = {"position": "rotary", "norm": "rmsnorm", "qk_norm": True, "activation": "swiglu"}
@@ -145,6 +146,42 @@ def test_attention_kinds_agree(T: int, S: int):
     assert torch.allclose(fused_attention(q, k, v), expected, atol=1e-6)
     if T == S:
         assert torch.allclose(blocked_attention(q, k, v), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(("T", "blocks"), [(7, 1), (16, 2), (48, 4)])
+def test_blocked_attention_has_the_gradient_of_the_formula(T: int, blocks: int):
+    """Catches a block whose keys get no gradient, one counted twice, a sum or scale left out of the hand-written backward."""
+    q, k, v, dy = (torch.randn(6, T, 8, generator=torch.Generator().manual_seed(i)) for i in range(4))
+    results = []
+
+    def one_head(*qkv: torch.Tensor) -> torch.Tensor:
+        return reference_attention(*(t.unsqueeze(1) for t in qkv)).squeeze(1)
+
+    for attention in (lambda *qkv: BlockedAttention.apply(*qkv, blocks), one_head):
+        inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+        y = attention(*inputs)
+        results.append([y, *torch.autograd.grad(y, inputs, dy)])
+    for ours, formula in zip(*results, strict=True):
+        assert torch.allclose(ours, formula, atol=1e-5)
+
+
+def test_loss_in_pieces_is_cross_entropy(monkeypatch: pytest.MonkeyPatch):
+    """Catches a piece that is left out, ignored targets that are scored, a gradient that ignores the factor on the loss."""
+    monkeypatch.setattr(model_module, "HEAD_ROWS", 4)
+    draw = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 8, generator=draw) for n in (10, 21))
+    targets = torch.tensor([0, 20, -100, 3, -100, -100, -100, -100, 7, 7])
+    results = []
+    for loss in (
+        lambda x, w: HeadLoss.apply(x, w, targets, True),
+        lambda x, w: F.cross_entropy(x @ w.T, targets, reduction="sum"),
+    ):
+        inputs = [t.clone().requires_grad_() for t in (x, weight)]
+        value = loss(*inputs)
+        results.append([value, *torch.autograd.grad(value * 0.3, inputs)])
+    for ours, formula in zip(*results, strict=True):
+        assert torch.allclose(ours, formula, atol=1e-5)
+    assert torch.allclose(HeadLoss.apply(x, weight, targets, False), results[0][0])
 
 
 def test_compiled_equals_eager_and_compiles_once():
