@@ -177,10 +177,14 @@ def product_timer(device: Device, clock: Clock) -> tuple[Callable[[], float], fl
 
 
 def measure(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every round of every step, the steps taking turns; two rounds warm up and are thrown away."""
+    """Seconds of every round of every step, the steps taking turns; two rounds warm up and are thrown away.
+
+    A turn is two steps, of which the second counts: the first one finds caches that are full of another's data.
+    """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(rounds + 2):
         for name, step in steps.items():
+            step()
             seconds = step()
             if i >= 2:
                 times[name].append(seconds)
