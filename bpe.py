@@ -28,7 +28,7 @@ import numpy as np
 from support.unicode_ranges import LETTERS, NUMBERS
 
 END = 0xFF
-WINDOW = 2 << 20  # bytes of text worked on at a time: the arrays of a window stay near the caches
+WINDOW = 1 << 20  # bytes of text worked on at a time: the arrays of a window stay near the caches
 MARGIN = 16  # bytes behind a window that 8-byte reads may touch
 
 # Outside ASCII, str.split() and Unicode's White_Space (the \s of the byte pattern) agree on what is whitespace; inside ASCII
@@ -85,7 +85,11 @@ class Window(NamedTuple):
 
     def array(self) -> np.ndarray:
         """The texts in UTF-8, END behind each, and MARGIN more; behind one that goes on stands the space to come."""
-        data = bytearray([END]).join(map(to_utf8, self.texts))
+        try:
+            encoded = [text.encode("utf-8") for text in self.texts]
+        except UnicodeEncodeError:
+            encoded = [to_utf8(text) for text in self.texts]
+        data = bytearray([END]).join(encoded)
         data += bytes([END]) * (MARGIN + 1) if self.closed else b" " + bytes([END]) * (MARGIN - 1)
         return np.frombuffer(data, np.uint8)
 
@@ -965,24 +969,19 @@ class MergeTable:
 
 def _row_offsets(left: np.ndarray, right: np.ndarray, vocab_size: int) -> np.ndarray:
     """Where each left token's row starts, int64 (vocab_size + 1,): first fit, the longest rows first."""
-    offsets = np.zeros(vocab_size + 1, np.int64)
-    order = np.argsort(left, kind="stable")
-    left, right = left[order], right[order]
-    starts = boundaries((left,)) if len(left) else np.zeros(0, np.int64)
-    rows = sorted(zip(left[starts].tolist(), np.split(right, starts[1:]), strict=False), key=lambda row: -len(row[1]))
+    rows: dict[int, list[int]] = {}
+    for token, other in zip(left.tolist(), right.tolist(), strict=True):
+        rows.setdefault(token, []).append(other)
     span = 4 * len(left) + 64  # a quarter full, so that a short row fits nearly anywhere
-    tries = np.arange(64)
-    used = np.zeros(span + vocab_size + 1, np.bool_)
-    for token, row in rows:
+    used = bytearray(span + vocab_size + 1)
+    offsets = np.zeros(vocab_size + 1, np.int64)
+    for token, row in sorted(rows.items(), key=lambda item: -len(item[1])):
         offset = token * 40_503 % span
-        while True:
-            candidates = (offset + tries) % span
-            fits = ~used[candidates[:, None] + row].any(axis=1)
-            if fits.any():
-                break
-            offset += len(tries)
-        offsets[token] = candidates[fits.argmax()]
-        used[offsets[token] + row] = True
+        while any(used[offset + other] for other in row):
+            offset = (offset + 1) % span
+        offsets[token] = offset
+        for other in row:
+            used[offset + other] = 1
     return offsets
 
 
@@ -1122,14 +1121,20 @@ class PieceTable:
 
     def insert(self, lanes: Sequence[np.ndarray], values: np.ndarray) -> None:
         """Adds pieces that are not here yet. One that comes twice takes two slots, and the first is found: no harm is done."""
-        if 2 * (self.size + len(values)) > 1 << self.bits:
-            self._grow(self.size + len(values))
-        self.size += len(values)
-        slots = self._slots(lanes)
         rows = np.empty((len(values), 2 * self.lanes), np.uint64)
         for i, lane in enumerate(lanes):
             rows[:, i] = lane
         rows.view(np.int64)[:, -1] = values
+        self.size += len(rows)
+        if 2 * self.size > 1 << self.bits:
+            old = self.rows.take(np.flatnonzero(self.values != UNKNOWN), axis=0)
+            self.bits = (3 * self.size).bit_length()
+            self._clear()
+            self._place(old)
+        self._place(rows)
+
+    def _place(self, rows: np.ndarray) -> None:
+        slots = self._slots([rows[:, i] for i in range(self.lanes)])
         while len(rows):
             free = np.flatnonzero(self.values[slots] == UNKNOWN)
             at, placed = slots[free], rows.take(free, axis=0)
@@ -1166,7 +1171,7 @@ class Encoder:
 
     MOST_PIECES = 1 << 20  # about 80 MB
     MOST_TOKENS = 1 << 23
-    GROUP = 8  # windows whose new pieces are encoded together: more are alike, and the columns are wider
+    GROUP = 16  # windows whose new pieces are encoded together: more are alike, and the columns are wider
 
     def __init__(
         self,
@@ -1245,7 +1250,7 @@ class Encoder:
         """Encodes the unknown pieces of some windows, each once, and puts them in the tables."""
         fresh = list(ordered_map(lambda i: _fresh(window.lanes[i] for window in group), range(len(self.tables)), threads))
         long = list(dict.fromkeys(piece for window in group for piece in window.long))
-        jobs = [([part], []) for lanes in fresh for part in _parts(lanes)] + [([], part) for part in _long_parts(long)]
+        jobs = [([part], []) for lanes in fresh for part in _parts(lanes, threads)] + [([], part) for part in _long_parts(long)]
         merged = ordered_map(lambda job: self._merge(flatten(*job)), jobs, threads)
         values = np.concatenate([np.zeros(0, np.int64), *map(self._store, merged)])
         *parts, values = np.split(values, np.cumsum([len(lanes[0]) for lanes in fresh]))
@@ -1307,9 +1312,13 @@ def _fresh(lanes_of_windows: Iterable[tuple[np.ndarray, ...]]) -> tuple[np.ndarr
     return rows
 
 
-def _parts(lanes: tuple[np.ndarray, ...]) -> Iterator[tuple[np.ndarray, ...]]:
-    for low in range(0, len(lanes[0]), JOB_PIECES):
-        yield tuple(lane[low : low + JOB_PIECES] for lane in lanes)
+def _parts(lanes: tuple[np.ndarray, ...], threads: int) -> Iterator[tuple[np.ndarray, ...]]:
+    """About JOB_PIECES pieces each, and as many for one thread as for another."""
+    count = len(lanes[0])
+    rounds = -(-count // (threads * JOB_PIECES))
+    size = -(-count // max(1, threads * rounds))
+    for low in range(0, count, max(1, size)):
+        yield tuple(lane[low : low + size] for lane in lanes)
 
 
 def _long_parts(pieces: list[Piece]) -> Iterator[list[Piece]]:
