@@ -1,6 +1,7 @@
 """--estimate and --overfit-batch: the formulas against what torch really keeps, and the commands themselves."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -11,7 +12,15 @@ from config import ComputeConfig, Config, ModelConfig, make_config
 from model import GPT
 from optimizers import build_optimizer
 from support.device import resolve_device
-from support.estimate import StepTimes, activation_bytes, describe_disk, memory_by_part, overfit_batch, parameters_by_part
+from support.estimate import (
+    StepTimes,
+    activation_bytes,
+    describe_disk,
+    describe_sharding,
+    memory_by_part,
+    overfit_batch,
+    parameters_by_part,
+)
 
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "batch_size": 4, "max_iters": 50, "warmup_iters": 5}
 
@@ -96,6 +105,18 @@ def test_time_and_disk_arithmetic():
     assert "for up to 5 of them" in line and "checkpoints" in line
 
 
+def test_sharded_peak_loses_the_shares_of_the_others():
+    """Catches a peak that counts the whole optimizer state, or divides weights and activations as well."""
+    with torch.device("meta"):
+        model = GPT(make_config("wikitext103").model)
+    optimizer = build_optimizer(model, make_config("wikitext103").train, "cpu")
+    state = 8 * sum(p.numel() for p in model.parameters())
+    line = describe_sharding(5 * state, optimizer)
+    for processes in (2, 4, 8):
+        shown = float(re.search(rf"([\d.]+) GB with {processes}", line)[1]) * 1e9
+        assert 4 * state + state / processes - 1e7 <= shown <= 4 * state + 1.1 * state / processes, line
+
+
 def test_overfitting_passes_for_a_model_and_fails_for_a_broken_one(monkeypatch):
     """Catches an exercise that cannot fail: where no gradient reaches the blocks, the loss must not come down."""
     config, device = tiny_config(), resolve_device(ComputeConfig(device="cpu", dtype="float32", threads=1, compile="off"))
@@ -112,11 +133,12 @@ def test_overfitting_passes_for_a_model_and_fails_for_a_broken_one(monkeypatch):
 def test_estimate_before_there_is_any_data(stage, tmp_path):
     """Catches an estimate that needs the hours of preparation it should precede, or that leaves files behind."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
-    result = stage("train.py", "--estimate", "--compile", "off", "--threads", 1, *flags)
+    result = stage("train.py", "--estimate", "--shard-optimizer", "--compile", "off", "--threads", 1, *flags)
     assert result.returncode == 0, result.stderr
     for text in (
         "parameters: 549,696 = ",
         "predicted peak: 0.",
+        "optimizer state sharded: ",
         "20 (Chinchilla)",
         "tokens/s",
         "the whole run: ",
