@@ -1049,10 +1049,10 @@ def _round(
     """Applies the `chosen` merge of each column; what is behind it moves up by one. Columns without a merge get padding."""
     width = len(chosen)
     place = chosen.astype(np.uint8)
-    behind = np.arange(len(orders), dtype=np.uint8)[:, None] > place
+    behind = (place.astype(np.int16) - np.arange(len(orders), dtype=np.int16)[:, None]) >> np.int16(15)  # all bits, or none
     new = results[np.minimum(chosen >> np.uint32(MergeTable.PLACE_BITS), np.uint32(len(results) - 1))]
-    tokens = np.where(behind, tokens[1:], tokens[:-1])
-    orders = np.where(behind[:-1], orders[1:] - np.uint32(1), orders[:-1])  # their places too
+    tokens = _selected(behind, tokens[1:], tokens[:-1])
+    orders = _selected(behind[:-1], orders[1:] - np.uint32(1), orders[:-1])  # their places too
     at = place.astype(np.int64) * width
     at += np.arange(width)
     all_tokens, all_orders = tokens.reshape(-1), orders.reshape(-1)  # views: both arrays are fresh and contiguous
@@ -1063,6 +1063,14 @@ def _round(
     before = table.find(all_tokens[at], new)
     all_orders[at] = before + (place - np.uint8(1))
     return tokens, orders
+
+
+def _selected(mask: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """`a` where all bits of the mask are set, `b` where none is: `np.where` takes seven times as long."""
+    picked = a ^ b
+    picked &= mask.astype(np.dtype(f"i{b.itemsize}"), copy=False).view(b.dtype)
+    picked ^= b
+    return picked
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1204,7 +1212,7 @@ class Encoder:
             ids.append(part)
             offsets.append(ends + total)
             total += len(part)
-        return np.concatenate(ids), np.concatenate(offsets)
+        return np.concatenate(ids, dtype=np.uint32), np.concatenate(offsets)
 
     def _encode_windows(self, source: Iterator[Window], threads: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Each window's ids, and how many come before each END."""
@@ -1268,7 +1276,7 @@ class Encoder:
         total = int(behind[-1]) if len(behind) else 0
         at = np.repeat((values >> COUNT_BITS) - (behind - counts), counts)
         at += np.arange(total)
-        return self.store[at].astype(np.uint32), np.concatenate(([0], behind))[window.ends]
+        return self.store[at], np.concatenate(([0], behind))[window.ends]
 
     def _merge(self, pieces: np.ndarray) -> list[Merged]:
         """Encodes pieces, END behind each. The longest few go one by one: a round costs as much as ten merges in a list."""
