@@ -1157,12 +1157,6 @@ class PieceTable:
         """Each row as one item: so NumPy assigns rows several times faster."""
         return rows.view(f"V{rows.itemsize * rows.shape[1]}").reshape(-1)
 
-    def _grow(self, size: int) -> None:
-        full = self.rows[self.values != UNKNOWN]
-        self.bits, self.size = (3 * size).bit_length(), 0
-        self._clear()
-        self.insert([full[:, i] for i in range(self.lanes)], full.view(np.int64)[:, -1])
-
 
 class _LookedUp(NamedTuple):
     """A window on its way: pieces by size, and what each encodes to as far as it is known."""

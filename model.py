@@ -297,7 +297,8 @@ class GPT(nn.Module):
         x = self.hidden(idx, cache)  # (B, T, C)
         if targets is None:
             return self.logits(x[:, -1:] if last_only else x), None
-        if x.device.type == "cpu" and torch.compiler.is_compiling() and not self.config.logit_softcap:
+        in_pieces = x.device.type == "cpu" and torch.compiler.is_compiling() and not self.config.logit_softcap
+        if in_pieces and reduction in ("sum", "mean"):
             weight = self.lm_head.weight[: self.config.vocab_size]
             loss = HeadLoss.apply(x.flatten(0, 1), weight, targets.flatten(), torch.is_grad_enabled())
             return None, loss if reduction == "sum" else loss / (targets != IGNORE_INDEX).sum()

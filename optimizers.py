@@ -161,8 +161,9 @@ class Optimizer:
     @staticmethod
     def _check_one(group: dict[str, Any], name: str, p: Tensor, values: dict[str, Any]) -> None:
         expected = state_shapes(group, p)
-        makes = {key: int if key == "step" else Tensor for key in values}
-        if values and (misfit(values, makes) or values.keys() - {"step"} != expected.keys()):
+        makes = {key: int if key in ("step", "failed") else Tensor for key in values}
+        kept = values.keys() - {"failed"}  # a count of GaLore's, which stands alone while there is no basis
+        if misfit(values, makes) or (kept and kept - {"step"} != expected.keys()):
             raise UserError(f"the checkpoint's optimizer state of {name} is damaged; go on from another checkpoint")
         for key, value in values.items():
             if isinstance(value, Tensor) and tuple(value.shape) != expected[key]:

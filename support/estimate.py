@@ -65,7 +65,7 @@ def activation_bytes(
     per_token = norms + heads + mlp + dropout
     if attention == "reference":  # all weights, as the softmax gives them and as the product reads them
         per_token += config.n_head * config.block_size * (4 if half == 4 else 4 + half)
-    elif compiled and device_type == "cpu" and config.block_size <= LONGEST_BLOCKED:
+    elif compiled and device_type == "cpu" and not config.dropout and config.block_size <= LONGEST_BLOCKED:
         per_token += config.n_head * config.block_size * half * 3 // 4  # attention weights, in two blocks under the diagonal
     return tokens * (config.n_layer * per_token + C * 4)
 

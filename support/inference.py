@@ -320,5 +320,5 @@ def load_initial_weights(model: GPT, path: Path, config: Config, tokenizer: BPET
 
 def _stored(path: Path, config: Config) -> tuple[dict, Config]:
     file = find_checkpoint(config, str(path))
-    checkpoint = load_checkpoint(file)
+    checkpoint = load_checkpoint(file, verify=True)
     return checkpoint, stored_config(file, checkpoint)

@@ -94,6 +94,16 @@ def test_memory_counts_state_and_copies():
     assert 1.9 * numbers < half["weights in bfloat16"] <= 2 * numbers and half["activations"] < parts["activations"]
 
 
+def test_attention_weights_are_counted_only_where_they_are_kept():
+    """Catches an estimate of compiled training on a CPU that adds weights which with dropout nothing keeps."""
+    kept = {}
+    for dropout in (0.0, 0.1):
+        config = ModelConfig(n_layer=1, n_head=4, n_embd=128, block_size=64, vocab_size=100, dropout=dropout)
+        kept[dropout] = [activation_bytes(config, 5, torch.float32, "cpu", compiled=compiled) for compiled in (False, True)]
+    assert kept[0.0][1] - kept[0.0][0] == 5 * 4 * (32 * 32 + 32 * 64) * 4
+    assert kept[0.1][1] == kept[0.1][0]
+
+
 def test_time_and_disk_arithmetic():
     """Catches an ETA that forgets micro-batches, updates or evaluations, and the copy of a checkpoint that is being written."""
     config = tiny_config(grad_accum_steps=8, eval_interval=100, batch_size=4)

@@ -43,6 +43,15 @@ def test_a_run_begins_where_the_weights_are(first, tmp_path, stage):
     assert not (tmp_path / "checkpoints" / "fourth").exists()
 
 
+def test_a_flipped_bit_in_the_weights_is_refused(first, tmp_path):
+    """Would catch a run that begins with a damaged weight: a number like any other, which only the checksum tells."""
+    damaged = bytearray((tmp_path / "checkpoints" / "first" / "checkpoint_latest.pt").read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (tmp_path / "damaged.pt").write_bytes(damaged)
+    with pytest.raises(UserError, match=r"damaged\.pt is damaged .*checksum"):
+        train.main([*SHORT, "--run", "second", "--init-from", str(tmp_path / "damaged.pt")])
+
+
 def test_weights_that_are_not_finite_are_refused(first, tmp_path):
     """Would catch a run that begins with them and then points to a checkpoint that it never wrote."""
     checkpoint = torch.load(tmp_path / "checkpoints" / "first" / "checkpoint_latest.pt", weights_only=True)

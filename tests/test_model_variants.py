@@ -184,6 +184,18 @@ def test_loss_in_pieces_is_cross_entropy(monkeypatch: pytest.MonkeyPatch):
     assert torch.allclose(HeadLoss.apply(x, weight, targets, False), results[0][0])
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+def test_compiled_paths_reduce_as_the_eager_ones(reduction: str, monkeypatch: pytest.MonkeyPatch):
+    """Catches the loss in pieces given, as one number, to a caller that asked for one a token, or a mean over ignored ones."""
+    model, idx = scrambled(gpt(**QWEN3)), random_ids(3, 17)
+    x, y = idx[:, :-1], idx[:, 1:].clone()
+    y[0, 3:] = -100
+    _, eager = model(x, y, reduction=reduction)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    _, compiled = model(x, y, reduction=reduction)
+    assert torch.allclose(eager, compiled, atol=1e-4) and eager.shape == compiled.shape
+
+
 def test_compiled_equals_eager_and_compiles_once():
     """Catches compilation that changes the mathematics, is not repeatable bit for bit, or starts anew at each step."""
     from torch._dynamo.utils import counters

@@ -208,6 +208,29 @@ def test_galore_survives_degenerate_gradients():
         p.grad = grad
         optimizer.step()
         assert p.isfinite().all()
+
+
+@pytest.mark.parametrize("failing_step", [0, 1])
+def test_a_failed_decomposition_does_not_spoil_the_checkpoint(failing_step: int, monkeypatch: pytest.MonkeyPatch):
+    """Catches a resume that takes the count of failures, or a matrix that has no basis yet, for damage."""
+    model = GPT(TINY)
+    optimizer = build_optimizer(model, settings(optimizer="galore", galore_update_gap=1), "cpu")
+    for step in range(failing_step + 1):
+        if step == failing_step:
+            monkeypatch.setattr("optimizers.singular_basis", lambda grad, rank: None)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    saved_state = optimizer.state_dict()
+    assert sum(values.get("failed", 0) for values in saved_state["state"].values()) > 0
+    other = build_optimizer(GPT(TINY), settings(optimizer="galore", galore_update_gap=1), "cpu")
+    other.load_state_dict(saved_state)
+    assert str(other.state_dict()) == str(saved_state)
+    values = next(values for values in saved_state["state"].values() if "failed" in values)
+    values["step"] = 1
+    values.pop("basis", None)
+    with pytest.raises(UserError, match="is damaged"):
+        other.load_state_dict(saved_state)
     assert singular_basis(torch.full((8, 12), math.nan), 4) is None
     assert singular_basis(torch.randn(8, 12).bfloat16(), 4).dtype == torch.float32
 
