@@ -24,7 +24,8 @@ ROTARY_BASE = 10_000.0
 RMS_EPS = 1e-6
 IGNORE_INDEX = -100  # targets with this value are not scored
 LONGEST_BLOCKED = 1_024  # tokens; see fused_attention
-HEAD_ROWS = 1_024  # tokens whose logits exist at once; see HeadLoss
+HEAD_ROWS = 1_024  # tokens whose logits exist at once, and more in batches of over HEAD_PIECES times as many; see HeadLoss
+HEAD_PIECES = 16  # the compiler writes each out: 32 take it twice as long as 16
 
 
 class KVCache:
@@ -210,20 +211,26 @@ class MLP(nn.Module):
         return F.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")
 
 
+def rows_at_once(count: int) -> int:
+    """Of so many tokens, those whose logits HeadLoss has at once: 1,024 of 8,192, 2,048 of 32,768."""
+    return max(HEAD_ROWS, -(-count // HEAD_PIECES))
+
+
 class HeadLoss(torch.autograd.Function):
     """Sum of the cross-entropies of x (N, C) times the head's weight (V, C) against targets (N,), IGNORE_INDEX not scored.
 
-    The logits of HEAD_ROWS rows at a time, and with `with_gradient` their gradient at once: what is in the cache is not read
-    from memory again in the backward pass, and no more logits exist than that. Made for the compiler on a CPU.
+    The logits of rows_at_once(N) rows at a time, and with `with_gradient` their gradient at once: what is in the cache is not
+    read from memory again in the backward pass, and no more logits exist than that. Made for the compiler on a CPU.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, with_gradient: bool) -> Tensor:
         loss, dx, dweight = x.new_zeros((), dtype=torch.float32), [], torch.zeros_like(weight)
         columns = torch.arange(weight.size(0), device=x.device, dtype=torch.int32)  # as wide as the scores, for one vector loop
-        for rows, target in zip(x.split(HEAD_ROWS), targets.unsqueeze(1).split(HEAD_ROWS), strict=True):
+        size = rows_at_once(x.size(0))
+        for rows, target in zip(x.split(size), targets.unsqueeze(1).split(size), strict=True):
             logits, scored = F.linear(rows, weight), target != IGNORE_INDEX
-            scores = logits.float()  # (HEAD_ROWS, V)
+            scores = logits.float()  # (size, V)
             log_sum = scores.logsumexp(-1, keepdim=True)
             loss = loss + torch.where(scored, log_sum - scores.gather(1, target.clamp(min=0)), 0.0).sum()
             if with_gradient:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from config import Config, ModelConfig
 from dataset import TokenData, WindowReader, count_steps, eval_windows, train_windows
-from model import GPT, HEAD_ROWS, LONGEST_BLOCKED
+from model import GPT, LONGEST_BLOCKED, rows_at_once
 from optimizers import Optimizer, build_optimizer
 from support.common import format_duration
 from support.device import Device, matmul_rate, resolve_device
@@ -71,9 +71,9 @@ def activation_bytes(
 
 
 def logits_bytes(config: ModelConfig, batch_size: int, dtype: torch.dtype, in_pieces: bool) -> int:
-    """Logits in `dtype` and fp32, and their gradient, which exist at once: all of them, or those of HEAD_ROWS tokens."""
+    """Logits in `dtype` and fp32, and their gradient, which exist at once: all of them, or those of a piece of HeadLoss."""
     rows = batch_size * config.block_size
-    numbers = (min(rows, HEAD_ROWS) if in_pieces else rows) * config.padded_vocab_size
+    numbers = (min(rows, rows_at_once(rows)) if in_pieces else rows) * config.padded_vocab_size
     return numbers * (dtype.itemsize + 4 + (4 if dtype.itemsize == 4 else 4 + dtype.itemsize))
 
 

@@ -184,6 +184,13 @@ def test_loss_in_pieces_is_cross_entropy(monkeypatch: pytest.MonkeyPatch):
     assert torch.allclose(HeadLoss.apply(x, weight, targets, False), results[0][0])
 
 
+@pytest.mark.parametrize("count", [1, 1_024, 16_384, 16_385, 65_536, 1_000_000])
+def test_a_large_batch_is_no_large_graph(count: int):
+    """Catches pieces that grow in number with the batch: 64 of them took the compiler minutes."""
+    size = model_module.rows_at_once(count)
+    assert -(-count // size) <= 16 and (size == 1_024 or count > 16_384)
+
+
 @pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
 def test_compiled_paths_reduce_as_the_eager_ones(reduction: str, monkeypatch: pytest.MonkeyPatch):
     """Catches the loss in pieces given, as one number, to a caller that asked for one a token, or a mean over ignored ones."""
