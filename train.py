@@ -261,8 +261,18 @@ class Trainer:
         return tokenizer.decode([*ids, *drawn])
 
     def save(self, best: bool) -> None:
-        """Writes a checkpoint. One that fails is reported; the old ones, and the run, live on."""
+        """Writes a checkpoint. One that fails is reported; the old ones, and the run, live on.
+
+        Raises UserError where the weights are not finite.
+        """
+        from checkpoint import is_finite
+
         checkpoint = self.checkpoint()  # by every rank: each may hold a part of the optimizer's state
+        if not is_finite(checkpoint["model"]):  # on every rank, as the weights are the same: they all leave, and none waits
+            raise UserError(
+                f"the weights of step {self.state.step:,} are not finite, so they are not saved; the checkpoint of step "
+                f"{self.saved_step:,} is intact: go on from it with a lower --learning-rate and --resume"
+            )
         problem = self.write(checkpoint, best) if self.world.is_main else None
         self.saved_at = time.monotonic()
         if self.world.any(problem is not None):
@@ -274,13 +284,8 @@ class Trainer:
 
     def write(self, checkpoint: dict[str, Any], best: bool) -> str | None:
         """Returns what went wrong, None where nothing did."""
-        from checkpoint import is_finite, write_checkpoint
+        from checkpoint import write_checkpoint
 
-        if not is_finite(checkpoint["model"]):
-            raise UserError(
-                f"the weights of step {self.state.step:,} are not finite, so they are not saved; the checkpoint of step "
-                f"{self.saved_step:,} is intact: go on from it with a lower --learning-rate and --resume"
-            )
         try:
             self.metrics.sync()
             write_checkpoint(checkpoint, self.config.run_dir, self.config.train.keep_checkpoints, best)

@@ -488,6 +488,23 @@ def test_more_processes_than_micro_batches_are_refused_with_the_arithmetic(tmp_p
     assert "--batch-size 4 --grad-accum-steps 2 keeps 256 tokens a step" in ranks[0].output()
 
 
+def test_weights_that_are_not_finite_end_all_processes_in_one_line(tmp_path: Path):
+    """The main process alone looks at the weights and leaves; the others end in a traceback, or wait for it."""
+    spoil = """
+from support import updater
+original = updater.Updater.update
+def update(self, *rest):
+    result = original(self, *rest)
+    self.model.transformer.ln_f.weight.data.fill_(float("nan"))
+    return result
+updater.Updater.update = update
+"""
+    ranks = start_ranks(tmp_path, 2, "--run", "a", "--max-iters", "9", "--checkpoint-interval", "1", before=spoil)
+    assert [process.wait() for process in ranks] == [2, 2], ranks[1].output()
+    for process in ranks:
+        assert "the weights of step 1 are not finite" in process.output() and "Traceback" not in process.output()
+
+
 def assert_same_checkpoint(name: str, other: str) -> None:
     """Weights and optimizer state, in the same order, equal bit for bit."""
     one, two = latest(name), latest(other)
