@@ -38,7 +38,8 @@ WORD_WHITESPACE = "\t\n\v\f\r\x1c\x1d\x1e\x1f " + WIDE_WHITESPACE
 BYTE_WHITESPACE = "\t\n\v\f\r " + WIDE_WHITESPACE
 
 Piece = bytes
-Spans = tuple[np.ndarray, np.ndarray]  # starts (N,) and lengths (N,) of pieces in a window, in order, int64
+# Starts (N,) and lengths (N,) of the pieces in a window, in order, and how many of them come before each END; int64.
+Spans = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -144,12 +145,13 @@ def word_spans(window: np.ndarray) -> Spans:
     if not blank[0]:
         edges = np.concatenate(([0], edges))
     starts, ends = edges[::2].copy(), edges[1::2] + 1
-    closing = np.flatnonzero(text == END)
     uneven = np.flatnonzero(blank & (text != 0x20))
-    text[uneven[text[uneven] != END]] = 0x20
-    last = np.searchsorted(starts, closing) - 1  # words; of an empty text, the word before it
-    text[ends[last[last >= 0]] - 1] = END
-    return starts, ends - starts
+    closes = text[uneven] == END
+    text[uneven[~closes]] = 0x20
+    closing = uneven[closes]
+    before = np.searchsorted(starts, closing)
+    text[ends[before[before > 0] - 1] - 1] = END  # of an empty text, the word before it once more
+    return starts, ends - starts, before[closing < len(window) - MARGIN]
 
 
 def _is_word_whitespace(text: np.ndarray) -> np.ndarray:
@@ -235,7 +237,7 @@ def byte_spans(window: np.ndarray) -> Spans:
         _split_wide_spaces(text, turn, first)
     _split_contractions(text, first)
     starts = np.flatnonzero(first)
-    return starts, np.diff(starts, append=len(text))
+    return starts, np.diff(starts, append=len(text)), np.searchsorted(starts, np.flatnonzero(text == END))
 
 
 def _classify_wide(text: np.ndarray, kind: np.ndarray) -> bool:
@@ -373,7 +375,7 @@ class Counts:
 
     def _count(self, texts: Window) -> tuple[Any, Any, list[Piece]]:
         window = texts.array()
-        starts, lengths = self._spans(window)
+        starts, lengths, _ = self._spans(window)
         found = []
         *sizes, long = by_lanes(lengths)
         for lanes, chosen in enumerate(sizes, 1):
@@ -953,7 +955,7 @@ class MergeTable:
     def __init__(self, ranks: Ranks, vocab_size: int) -> None:
         if len(ranks) > self.MOST_MERGES:
             raise ValueError(f"{len(ranks):,} merges are too many; at most {self.MOST_MERGES:,} are supported")
-        pairs = np.array(list(ranks), np.int64).reshape(-1, 2)
+        pairs = np.fromiter(itertools.chain.from_iterable(ranks), np.int64, 2 * len(ranks)).reshape(-1, 2)
         left, right = pairs[:, 0], pairs[:, 1]
         self.offsets = _row_offsets(left, right, vocab_size)
         self.entries = np.full(int(self.offsets.max()) + vocab_size + 1, (1 << 64) - 1, np.uint64)
@@ -1165,7 +1167,7 @@ class _LookedUp(NamedTuple):
     new: list[np.ndarray]  # indices of the unknown pieces of 1 lane, of 2 lanes, and longer ones
     lanes: list[tuple[np.ndarray, ...]]  # their numbers, for 1 and 2 lanes
     long: list[Piece]  # the longer ones
-    ends: np.ndarray  # how many pieces come before each END
+    before: np.ndarray  # how many pieces come before each END
 
 
 class Encoder:
@@ -1201,12 +1203,12 @@ class Encoder:
 
     def encode(self, texts: Iterable[str], threads: int) -> tuple[np.ndarray, np.ndarray]:
         """All ids, uint32 (N,), and where each text starts and ends in them, int64 (texts + 1,)."""
-        ids, offsets, total = [np.zeros(0, np.uint32)], [np.zeros(1, np.int64)], 0
+        ids, offsets, total = [], [np.zeros(1, np.int64)], 0
         for part, ends in self._encode_windows(windows(texts), threads):
             ids.append(part)
             offsets.append(ends + total)
             total += len(part)
-        return np.concatenate(ids, dtype=np.uint32), np.concatenate(offsets)
+        return _joined(ids, threads), np.concatenate(offsets)
 
     def _encode_windows(self, source: Iterator[Window], threads: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Each window's ids, and how many come before each END."""
@@ -1230,8 +1232,7 @@ class Encoder:
 
     def _look_up(self, texts: Window) -> _LookedUp:
         window = texts.array()
-        ends = np.flatnonzero(window[:-MARGIN] == END)
-        starts, lengths = self.spans(window)
+        starts, lengths, before = self.spans(window)
         values, new, new_lanes = np.empty(len(starts), np.int64), [], []
         *sizes, long = by_lanes(lengths)
         for table, at in zip(self.tables, sizes, strict=True):
@@ -1246,7 +1247,7 @@ class Encoder:
         values[long] = found
         unknown = np.flatnonzero(found == UNKNOWN)
         new.append(long[unknown])
-        return _LookedUp(values, new, new_lanes, [pieces[i] for i in unknown.tolist()], np.searchsorted(starts, ends))
+        return _LookedUp(values, new, new_lanes, [pieces[i] for i in unknown.tolist()], before)
 
     def _learn(self, group: list[_LookedUp], threads: int) -> None:
         """Encodes the unknown pieces of some windows, each once, and puts them in the tables."""
@@ -1270,7 +1271,7 @@ class Encoder:
         total = int(behind[-1]) if len(behind) else 0
         at = np.repeat((values >> COUNT_BITS) - (behind - counts), counts)
         at += np.arange(total)
-        return self.store[at], np.concatenate(([0], behind))[window.ends]
+        return self.store[at], np.concatenate(([0], behind))[window.before]
 
     def _merge(self, pieces: np.ndarray) -> list[Merged]:
         """Encodes pieces, END behind each. The longest few go one by one: a round costs as much as ten merges in a list."""
@@ -1331,3 +1332,15 @@ def _long_parts(pieces: list[Piece]) -> Iterator[list[Piece]]:
         high = max(low + 1, bisect.bisect(ends, ends[low] + JOB_BYTES))
         yield pieces[low:high]
         low = high
+
+
+def _joined(parts: list[np.ndarray], threads: int) -> np.ndarray:
+    """All parts one behind the other, uint32; copied by all threads, since most of the time goes to touching new memory."""
+    ends = list(itertools.accumulate(map(len, parts)))
+    joined = np.empty(ends[-1] if ends else 0, np.uint32)
+
+    def copy(i: int) -> None:
+        joined[ends[i] - len(parts[i]) : ends[i]] = parts[i]
+
+    list(ordered_map(copy, range(len(parts)), threads))
+    return joined
