@@ -1173,7 +1173,7 @@ class _LookedUp(NamedTuple):
 class Encoder:
     """Encodes texts in bulk, and remembers pieces from call to call, up to `MOST_PIECES` of them."""
 
-    MOST_PIECES = 1 << 20  # about 80 MB
+    MOST_PIECES = 1 << 20  # about 100 MB
     MOST_TOKENS = 1 << 23
     GROUP = 16  # windows whose new pieces are encoded together: more are alike, and the columns are wider
 
