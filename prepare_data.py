@@ -191,9 +191,11 @@ def encode_all(
         tasks = Tasks(corpus, writer.blocks, repeats, room.is_full, progress)
         for encoded in pool.encode(tasks):
             number, block, dropped = tasks.under_way.popleft()
-            if room.exceeded_by(encoded):
-                encoded = pool.encoder.encode(block, dropped, room.left())
-            writer.append(number, encoded)
+            # What workers encoded ahead of a limit depends on their number and speed, and must not count.
+            if not room.is_full(corpus.files[block[0].file].split):
+                if room.exceeded_by(encoded):
+                    encoded = pool.encoder.encode(block, dropped, room.left())
+                writer.append(number, encoded)
             progress.update(disk_bytes(block), note=f"{writer.size // pool.encoder.dtype.itemsize:,} tokens")
 
 

@@ -1,5 +1,6 @@
 """Token files: equal to the obvious way of making them, whatever is killed when, and checked for what they are."""
 
+import argparse
 import json
 import os
 import random
@@ -8,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,12 @@ import pytest
 from conftest import ROOT, assert_user_error
 from test_corpus import jsonl, make_corpus, make_texts, parquet
 
+import corpus as corpus_module
+import prepare_data
 from config import Config
 from corpus import SPLITS, Corpus
 from support.common import UserError, sha256_file, write_json
-from support.encoding import BlockEncoder, measure, token_dtype, tokens_to_repeat
+from support.encoding import BlockEncoder, EncodedBlock, WorkerPool, measure, token_dtype, tokens_to_repeat
 from support.manifest import load_corpus
 from tokenizer import BPETokenizer
 
@@ -386,6 +389,24 @@ def test_max_docs(tmp_path: Path, stage: Stage) -> None:
         expected = [i for text in texts for i in tokenizer.wrap_document(tokenizer.encode(text))]
         assert read_bin(config, split).tolist() == expected
         assert read_meta(config)["splits"][split]["documents"] == len(texts)
+
+
+def test_a_limit_counts_nothing_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that workers encoded before the limit was reached, counted as read though none of their documents is taken."""
+    files = {f"{i:03}.jsonl": jsonl([*make_texts(40, i), ""]) for i in range(20)}
+    config, corpus = make_corpus(tmp_path, files, val_fraction=0.1)
+    give_tokenizer(config, corpus)
+    monkeypatch.setattr(corpus_module, "BLOCK_BYTES", 10_000)
+    args = argparse.Namespace(max_docs=5, dedup="off", workers=1)
+    tokenizer = prepare_data.load_tokenizer(config, corpus)
+    lazy = prepare_data.prepare(config, corpus, tokenizer, args)
+    assert 0 < lazy["counts"]["empty documents dropped"] < 20
+
+    def encode_ahead(pool: WorkerPool, tasks: Iterable[tuple]) -> Iterator[EncodedBlock]:
+        yield from [pool.encoder.encode(*task) for task in tasks]
+
+    monkeypatch.setattr(WorkerPool, "encode", encode_ahead)
+    assert prepare_data.prepare(config, corpus, tokenizer, args) == lazy
 
 
 def test_exact_repeats_are_dropped(tmp_path: Path, stage: Stage) -> None:
