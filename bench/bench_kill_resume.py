@@ -25,6 +25,7 @@ from tiny_corpus import TINY_RUN, make_tiny_corpus  # noqa: E402
 from training_process import TrainingProcess  # noqa: E402
 
 SAVE_EVERY = 5
+PATIENCE_S = 1_800  # for a run that compiles on a busy machine
 STEPS = 60
 VARIANTS = {
     "adamw fp32": ("--dtype", "float32"),
@@ -106,17 +107,17 @@ def killed_at_random(folder: Path, name: str, flags: tuple[str, ...], draw: rand
         time.sleep(draw.uniform(0, 1.5))
     else:
         goal = last_step(run_dir) + draw.randint(0, 12)
-        process.wait_until(lambda _: last_step(run_dir) >= goal, or_end=True)
+        process.wait_until(lambda _: last_step(run_dir) >= goal, PATIENCE_S, or_end=True)
         time.sleep(draw.uniform(0, 0.03))
     process.signal(signal.SIGKILL)
-    return process.wait() == -signal.SIGKILL
+    return process.wait(PATIENCE_S) == -signal.SIGKILL
 
 
 def killed_inside_save(folder: Path, name: str, flags: tuple[str, ...], draw: random.Random) -> bool:
     """The same at a random call of one of the next few saves."""
     call, often = draw.choice(list(CALLS_OF_A_SAVE.items()))
     code = KILL_INSIDE_SAVE.format(name=call, count=draw.randint(1, 3 * often))
-    return start(folder, name, flags, code).wait() == -signal.SIGKILL
+    return start(folder, name, flags, code).wait(PATIENCE_S) == -signal.SIGKILL
 
 
 def run_through_kills(folder: Path, name: str, flags: tuple[str, ...], draw: random.Random, tally: Tally, kills: int) -> None:
@@ -134,7 +135,7 @@ def run_through_kills(folder: Path, name: str, flags: tuple[str, ...], draw: ran
             tally.before_first_save += 1
         tally.steps_lost.append(last_step(run_dir) - max(0, saved))
     process = start(folder, name, flags)
-    assert process.wait() == 0, process.output()
+    assert process.wait(PATIENCE_S) == 0, process.output()
 
 
 def differences(folder: Path, a: str, b: str) -> list[str]:
@@ -161,7 +162,7 @@ def bench(folder: Path, kills: int, variants: dict[str, tuple[str, ...]], seed: 
     make_tiny_corpus(folder / "data")
     draw, tally = random.Random(seed), Tally()
     for what, flags in variants.items():
-        assert start(folder, what_name(what), flags).wait() == 0, f"the unbroken run of {what} failed"
+        assert start(folder, what_name(what), flags).wait(PATIENCE_S) == 0, f"the unbroken run of {what} failed"
     while tally.kills < kills:
         what, flags = list(variants.items())[tally.runs % len(variants)]
         name, before = f"run{tally.runs}", tally.kills

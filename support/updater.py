@@ -115,8 +115,10 @@ class Updater:
         norm = self._gradient_norm()
         # The one place where the CPU waits for the device.
         mine, norm = torch.stack([loss_sum, norm.to(loss_sum)]).tolist()
-        (total,) = self.world.sum([mine])
-        applied = math.isfinite(total) and math.isfinite(norm)
+        # Each rank takes the norm of the same gradients, but one with other hardware may round or overflow where others do
+        # not; all have to decide alike, or those that step wait for ever in a sharded optimizer's broadcasts.
+        total, bad_norms = self.world.sum([mine, not math.isfinite(norm)])
+        applied = math.isfinite(total) and not bad_norms
         if applied:
             self._clip(norm)
             self.optimizer.set_lr(lr)

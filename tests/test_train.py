@@ -505,6 +505,30 @@ updater.Updater.update = update
         assert "the weights of step 1 are not finite" in process.output() and "Traceback" not in process.output()
 
 
+@pytest.mark.parametrize("sharded", ["--shard-optimizer", "--no-shard-optimizer"])
+def test_a_norm_that_overflows_in_one_process_alone_is_skipped_by_all(tmp_path: Path, sharded: str):
+    """One process skips what the others apply: weights part in silence or, sharded, the others wait for its broadcasts."""
+    overflow = """
+import hashlib, torch
+from support import updater
+original, norm = updater.Updater.update, updater.Updater._gradient_norm
+def update(self, step, *rest):
+    self.overflows = step == 2 and self.world.rank == 1
+    result = original(self, step, *rest)
+    weights = b"".join(p.detach().numpy().tobytes() for p in self.model.parameters())
+    print("weights", hashlib.sha256(weights).hexdigest(), "applied", result.applied, flush=True)
+    return result
+updater.Updater.update = update
+updater.Updater._gradient_norm = lambda self: torch.tensor(float("inf")) if self.overflows else norm(self)
+"""
+    ranks = start_ranks(tmp_path, 2, "--run", "a", "--max-iters", "5", "--warmup-iters", "2", sharded, before=overflow)
+    assert [process.wait() for process in ranks] == [0, 0], ranks[0].output()
+    lines = [re.findall(r"weights (\w+) applied (\w+)", process.output()) for process in ranks]
+    assert lines[0] == lines[1] and [applied for _, applied in lines[0]] == ["True", "True", "False", "True", "True"]
+    assert lines[0][1][0] == lines[0][2][0]
+    assert latest("a")["config"]["progress"]["skipped_updates"] == 1
+
+
 def assert_same_checkpoint(name: str, other: str) -> None:
     """Weights and optimizer state, in the same order, equal bit for bit."""
     one, two = latest(name), latest(other)
