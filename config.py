@@ -272,6 +272,9 @@ class TrainConfig(_Section):
         _require_at_least(self, 0, "sample_tokens")
         _require_at_least(self, 0, "muon_learning_rate")
         _require_positive(self, "galore_rank", "galore_update_gap", "galore_scale")
+        _require(self.keep_checkpoints <= 10_000, "keep_checkpoints", self.keep_checkpoints, "at most 10,000")
+        sequences = self.batch_size * self.grad_accum_steps
+        _require(sequences <= 2**24, "batch_size * grad_accum_steps", sequences, f"at most {2**24:,} sequences a step")
         _require_fraction(self, "beta1", "beta2", "warmup_ratio", "decay_ratio", "muon_momentum")
         _require(0.0 <= self.min_lr_ratio <= 1.0, "min_lr_ratio", self.min_lr_ratio, "from 0 to 1")
         _require(self.initial_lr <= self.learning_rate, "initial_lr", self.initial_lr, "at most learning_rate")
@@ -304,7 +307,7 @@ class ComputeConfig(_Section):
     def check(self) -> None:
         ok = re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device) is not None
         _require(ok, "device", self.device, "auto, cpu, cuda, cuda:N or mps")
-        _require_at_least(self, 0, "threads")
+        _require(0 <= self.threads <= 4_096, "threads", self.threads, "from 0 to 4,096")
 
 
 @dataclass(frozen=True)

@@ -328,7 +328,7 @@ def speed_figures(run: Run) -> dict[str, str]:
         figures["utilisation, median"] = f"{100 * statistics.median(shares):.1f} % of the device's speed in matrix products"
     memory = max((y for _, y in curve(run.train, "step", "memory_bytes") if math.isfinite(y)), default=0.0)
     if memory > 0:
-        figures["peak memory of the GPU"] = f"{memory / 1e9:.2f} GB"
+        figures["peak memory"] = f"{memory / 1e9:.2f} GB"
     return figures
 
 

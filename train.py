@@ -231,7 +231,7 @@ class Trainer:
     def evaluate(self) -> bool:
         """Measures the validation loss and records it, unless a signal comes. Returns whether it is the best so far."""
         train, state = self.config.train, self.state
-        batch_size = train.eval_batch_size or train.batch_size
+        batch_size = min(train.eval_batch_size, len(self.eval_offsets)) or train.batch_size
         loss = self.updater.mean_loss(self.val_reader, self.eval_offsets, batch_size, lambda: self.stop.received is not None)
         if loss is None:
             return False
@@ -324,6 +324,8 @@ def perplexity(loss: float) -> float:
 
 def describe_run(trainer: Trainer) -> list[str]:
     """What this run is and what it will cost, before it starts."""
+    from support.memory import fullest_instant, memory_by_instant
+
     config, device = trainer.config, trainer.device
     tokens, train = trainer.train_reader.num_tokens, config.train
     total = trainer.max_iters * config.tokens_per_step
@@ -331,12 +333,15 @@ def describe_run(trainer: Trainer) -> list[str]:
     eval_tokens = len(trainer.eval_offsets) * config.model.block_size
     # A forward pass is a third of a training step's work.
     eval_share = eval_tokens / (eval_tokens + 3 * train.eval_interval * config.tokens_per_step)
+    updater, several = trainer.updater, trainer.world.size > 1
+    _, memory = fullest_instant(memory_by_instant(config, updater.model, updater.optimizer, device, buckets=several))
     lines = [
         f"run {config.run_dir}, corpus {config.run.corpus}: {tokens:,} training tokens",
         f"model: {config.model.num_params:,} parameters (vocabulary padded to {config.model.padded_vocab_size:,})",
-        *trainer.updater.optimizer.describe(),
-        f"device: {device.line}" + (f", {trainer.world.size} processes" if trainer.world.size > 1 else ""),
+        *updater.optimizer.describe(),
+        f"device: {device.line}" + (f", {trainer.world.size} processes" if several else ""),
         f"{per_step} tokens a step, {trainer.max_iters:,} steps, {total:,} tokens, {total / tokens:.2f} passes over the corpus",
+        f"predicted peak of memory: {sum(memory.values()) / 1e9:.2f} GB" + (" in this process" if several else ""),
         f"evaluations take about {100 * eval_share:.0f} % of the time",
     ]
     if eval_share > 0.1:
@@ -350,13 +355,14 @@ def finish(trainer: Trainer) -> None:
 
     config, state = trainer.config, trainer.state
     latest, best = (checkpoint_path(config.run_dir, name) for name in ("latest", "best"))
-    rate = state.tokens_seen / state.elapsed_s
+    rate, memory = state.tokens_seen / state.elapsed_s, trainer.device.peak_memory()
     if not config.train.sample_tokens:
         trainer.say("sample: " + trainer.sample(config.sample.max_new_tokens))
     trainer.say(f"wrote {latest} (step {state.step:,}) and {best} (step {state.best_iter:,})")
     trainer.say(
         f"best validation loss {state.best_val_loss:.4f} (perplexity {perplexity(state.best_val_loss):,.2f}), last "
         f"{state.val_loss:.4f}; {state.tokens_seen:,} tokens in {format_duration(state.elapsed_s)}, {rate:,.0f} tokens/s"
+        + (f", peak of memory {memory / 1e9:.2f} GB" if memory else "")
         + (f"; {state.skipped_updates:,} updates skipped" if state.skipped_updates else "")
     )
 

@@ -80,6 +80,8 @@ def explain_os_error(error: OSError) -> str | None:
         return f"{where} would pass the largest file size allowed here; raise the limit (ulimit -f) or write elsewhere"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"no permission to use {where}; change its permissions, or choose another folder"
+    if error.errno == errno.EEXIST:
+        return f"{where} is in the way: a folder of that name is needed; remove it, or choose another folder"
     if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT):
         return f"{where}: {os.strerror(error.errno).lower()}; check the path"
     return None

@@ -35,6 +35,7 @@ class Device:
     dtype: torch.dtype
     line: str
     compile_seconds: float = 0.0
+    process_bytes: int = 0  # on a CPU: memory of the process before there is a model
 
     @property
     def needs_scaler(self) -> bool:
@@ -55,8 +56,10 @@ class Device:
             torch.mps.synchronize()
 
     def peak_memory(self) -> int:
-        """Most bytes of tensors held at once on a CUDA device so far; 0 elsewhere."""
-        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+        """Most bytes so far: of tensors on a CUDA device, of the whole process on a CPU; 0 where nothing tells."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return resident_bytes(peak=True) if self.device.type == "cpu" else 0
 
     def compile(self, model: torch.nn.Module, compute: ComputeConfig, batch: tuple[int, int]) -> Callable[..., Any]:
         """`model` compiled for batches of the given shape (B, T), or as it is.
@@ -127,7 +130,8 @@ def resolve_device(compute: ComputeConfig) -> Device:
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 where fp32 products remain
     where = f"{device} ({device_name(device)}{f', {threads} threads' if device.type == 'cpu' else ''})"
-    return Device(device, dtype, f"{where}{why}, {str(dtype).removeprefix('torch.')} ({precision})")
+    line = f"{where}{why}, {str(dtype).removeprefix('torch.')} ({precision})"
+    return Device(device, dtype, line, process_bytes=resident_bytes() if device.type == "cpu" else 0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -298,6 +302,19 @@ def keep_freed_memory() -> None:
     if hasattr(libc, "gnu_get_libc_version"):
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def resident_bytes(peak: bool = False) -> int:
+    """Memory of this process that lies in RAM, now or at its `peak` (where only that is known, always); 0 on Windows."""
+    if sys.platform == "linux":
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        return int(re.search(rf"^{'VmHWM' if peak else 'VmRSS'}:\s*(\d+) kB$", status, re.MULTILINE)[1]) * 1024
+    try:
+        import resource
+    except ImportError:
+        return 0
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
 
 
 @torch.no_grad()

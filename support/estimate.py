@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from config import Config, ModelConfig
+from config import Config
 from dataset import TokenData, WindowReader, count_steps, eval_windows, train_windows
-from model import GPT, LONGEST_BLOCKED, rows_at_once
+from model import GPT
 from optimizers import Optimizer, build_optimizer
 from support.common import format_duration
 from support.device import Device, matmul_rate, resolve_device
-from support.memory import explained_out_of_memory
+from support.memory import explained_out_of_memory, fullest_instant, memory_by_instant
 from support.sharding import sharded_state_bytes
 
 WARMUP_STEPS = 2  # the first steps allocate memory and fill caches
@@ -24,7 +24,7 @@ LEAST_STEPS = 3
 TOKENS_PER_PARAMETER = 20  # compute-optimal, Hoffmann et al. 2022, arXiv 2203.15556
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Parameters and memory
+# Parameters
 
 
 def parameters_by_part(model: GPT) -> dict[str, int]:
@@ -43,54 +43,6 @@ def parameters_by_part(model: GPT) -> dict[str, int]:
         parts["head"] = config.vocab_size * config.n_embd
     padding = sum(p.numel() for p in model.parameters()) - sum(parts.values())
     return {**parts, "padding": padding} if padding else parts
-
-
-def activation_bytes(
-    config: ModelConfig, batch_size: int, dtype: torch.dtype, device_type: str, compiled: bool, attention: str = "fused"
-) -> int:
-    """Bytes that a forward pass keeps for the backward pass, logits apart.
-
-    The residual stream is fp32; what enters and leaves matrix products has `dtype`. A compiled model computes cheap
-    element-wise results again instead of keeping them.
-    """
-    half, tokens = dtype.itemsize, batch_size * config.block_size
-    C, hidden = config.n_embd, config.mlp_hidden
-    gated = config.activation == "swiglu"  # keeps the gate and what it lets through, each in front of and behind the product
-    norms = 2 * C * (4 + half)  # input of each norm, and its output as the products read it
-    heads = 3 * C * half + C * half  # query, key, value; the heads' output
-    mlp = hidden * (4 if gated else 2) * half  # in front of and behind the non-linearity
-    if config.qk_norm or config.position == "rotary":
-        heads += 2 * C * half  # queries and keys before they are normed and turned
-    dropout = 2 * C if config.dropout else 0  # one byte a kept number
-    per_token = norms + heads + mlp + dropout
-    if attention == "reference":  # all weights, as the softmax gives them and as the product reads them
-        per_token += config.n_head * config.block_size * (4 if half == 4 else 4 + half)
-    elif compiled and device_type == "cpu" and not config.dropout and config.block_size <= LONGEST_BLOCKED:
-        per_token += config.n_head * config.block_size * half * 3 // 4  # attention weights, in two blocks under the diagonal
-    return tokens * (config.n_layer * per_token + C * 4)
-
-
-def logits_bytes(config: ModelConfig, batch_size: int, dtype: torch.dtype, in_pieces: bool) -> int:
-    """Logits in `dtype` and fp32, and their gradient, which exist at once: all of them, or those of a piece of HeadLoss."""
-    rows = batch_size * config.block_size
-    numbers = (min(rows, rows_at_once(rows)) if in_pieces else rows) * config.padded_vocab_size
-    return numbers * (dtype.itemsize + 4 + (4 if dtype.itemsize == 4 else 4 + dtype.itemsize))
-
-
-def memory_by_part(config: Config, model: GPT, optimizer: Optimizer, device: Device) -> dict[str, int]:
-    """Bytes of each part in training; their sum is the predicted peak."""
-    numbers = sum(p.numel() for p in model.parameters())
-    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
-    batch_size, half = config.train.batch_size, device.dtype
-    parts = {"weights": 4 * numbers, "gradients": 4 * numbers, f"optimizer ({optimizer.kind})": optimizer.state_bytes()}
-    if half != torch.float32:
-        parts[f"weights in {str(half).removeprefix('torch.')}"] = half.itemsize * matrices
-    compiled = device.compile_seconds > 0
-    kept = activation_bytes(config.model, batch_size, half, device.device.type, compiled, config.compute.attention)
-    parts["activations"] = kept
-    in_pieces = compiled and device.device.type == "cpu" and not config.model.logit_softcap
-    parts["logits"] = logits_bytes(config.model, batch_size, half, in_pieces)
-    return parts
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -144,6 +96,8 @@ class Bench:
         times, start, measured = StepTimes([], [], []), 0.0, -WARMUP_STEPS
         self.optimizer.set_lr(self.config.train.learning_rate / 100)  # the state is real, the weights stay sane
         while measured < LEAST_STEPS or time.perf_counter() - start < seconds:
+            if measured < 0 and self.config.train.grad_accum_steps > 1:
+                self.backward()  # the measured peak is that of a micro-batch which finds gradients of another
             micro, update, forward = self._timed(self.backward), self._timed(self.update), self._timed(self._eval)
             if measured >= 0:
                 times.micro.append(micro), times.update.append(update), times.forward.append(forward)
@@ -175,6 +129,8 @@ def estimate_run(config: Config) -> list[str]:
     max_iters, windows = config.train.max_iters, config.train.eval_windows
     if max_iters == 0 or (config.tokens_dir / "meta.json").exists():
         data, block_size = TokenData.load(config), config.model.block_size
+        for split in ("train", "val"):
+            data.require_window(split, block_size)
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=data.vocab_size))
         max_iters = count_steps(data.num_tokens("train"), config.train, block_size)
         windows = len(eval_windows(data.num_tokens("val"), block_size, windows))
@@ -194,10 +150,9 @@ def estimate(config: Config, device: Device, max_iters: int, windows: int, secon
     rate = matmul_rate(device)
     times = bench.time_steps(seconds)
     lines = [f"device: {device.line}", *describe_parameters(bench.model), *bench.optimizer.describe()]
-    parts = memory_by_part(config, bench.model, bench.optimizer, device)
-    lines += describe_memory(parts, device)
+    lines += describe_memory(memory_by_instant(config, bench.model, bench.optimizer, device), device)
     if config.compute.shard_optimizer:
-        lines.append(describe_sharding(sum(parts.values()), bench.optimizer))
+        lines.append(describe_sharding(config, bench.model, bench.optimizer, device))
     lines += describe_work(config, bench.model, max_iters)
     lines += describe_time(config, bench.model, times, rate, max_iters, windows)
     return [*lines, describe_disk(config, bench.model, bench.optimizer)]
@@ -210,17 +165,19 @@ def describe_parameters(model: GPT) -> list[str]:
     return [f"parameters: {model.num_params():,} = {shown}{padding}"]
 
 
-def describe_memory(parts: dict[str, int], device: Device) -> list[str]:
-    shown = ", ".join(f"{name} {count / 1e6:,.0f}" for name, count in parts.items())
-    lines = [f"memory in MB: {shown}", f"predicted peak: {sum(parts.values()) / 1e9:.2f} GB"]
+def describe_memory(instants: dict[str, dict[str, int]], device: Device) -> list[str]:
+    instant, parts = fullest_instant(instants)
+    shown = ", ".join(f"{name} {count / 1e6:,.0f}" for name, count in parts.items() if count)
+    lines = [f"memory in MB {instant}: {shown}", f"predicted peak: {sum(parts.values()) / 1e9:.2f} GB"]
     if device.peak_memory():
         lines[-1] += f", measured {device.peak_memory() / 1e9:.2f} GB"
     return lines
 
 
-def describe_sharding(peak: int, optimizer: Optimizer) -> str:
+def describe_sharding(config: Config, model: GPT, optimizer: Optimizer, device: Device) -> str:
     """How many processes a run will have is torchrun's matter, so the peak is shown for several numbers of them."""
-    rest = peak - optimizer.state_bytes()
+    _, parts = fullest_instant(memory_by_instant(config, model, optimizer, device, buckets=True))
+    rest = sum(parts.values()) - optimizer.state_bytes()
     shown = [f"{(rest + sharded_state_bytes(optimizer, count)) / 1e9:.2f} GB with {count}" for count in (2, 4, 8)]
     return f"predicted peak of each process, optimizer state sharded: {', '.join(shown)}"
 
