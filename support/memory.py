@@ -110,6 +110,10 @@ def memory_by_instant(
         full[f"weights in {str(half).removeprefix('torch.')}"] = half.itemsize * matrices
     full["activations"] = activation_bytes(config.model, train.batch_size, half, kind, compiled, config.compute.attention)
     full["logits"] = logits_bytes(config.model, train.batch_size, half, kind, compiled)
+    if kind == "cpu" and not compiled:
+        # Measured: holes in the heap, which keeps what is freed (keep_freed_memory), and what kernels take for a moment are
+        # together about as much as the logits. Compiled, their pieces are small and the holes with them.
+        full["heap"] = full["logits"]
     evaluated = logits_bytes(config.model, min(train.eval_batch_size, train.eval_windows), half, kind, compiled)
     # A compiled backward pass gives all gradients at once, which are then added to those of the micro-batches before.
     twice = 2 if compiled and train.grad_accum_steps > 1 else 1

@@ -138,6 +138,17 @@ def test_other_failures_keep_their_traceback() -> None:
     assert explain_os_error(OSError(errno.EIO, "Input/output error")) is None
 
 
+def test_a_file_or_dangling_link_in_the_place_of_a_folder_is_one_line(tmp_path: Path) -> None:
+    """A traceback (FileExistsError) where checkpoints/RUN is a file, or checkpoints a link to a disk that is not mounted."""
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("file", "link"):
+        folder = tmp_path / name
+        with pytest.raises(OSError) as caught, FolderLock(folder, "a run"):
+            pass
+        assert f"{folder} is in the way" in explain_os_error(caught.value)
+
+
 def test_output_that_the_console_cannot_show_is_escaped() -> None:
     """A sample with an emoji killing the run on a console that is not UTF-8."""
     process = run_code(

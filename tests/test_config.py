@@ -77,6 +77,9 @@ def test_published_parameter_counts() -> None:
         (["--seed"], "seed", "expected one argument"),
         (["--min-lr-ratio", "1.5"], "min_lr_ratio", "from 0 to 1"),
         (["--preset", "quik"], "preset", "quick"),
+        (["--threads", "1099511627776"], "threads", "from 0 to 4,096"),  # was a traceback of torch's
+        (["--keep-checkpoints", "1099511627776"], "keep_checkpoints", "at most 10,000"),  # was out of memory, after step 0
+        (["--grad-accum-steps", "1099511627776"], "batch_size * grad_accum_steps", "at most 16,777,216"),  # likewise
     ],
 )
 def test_a_wrong_value_is_one_line_that_names_field_and_bound(stage, flags: list[str], field: str, bound: str) -> None:

@@ -179,6 +179,8 @@ def test_estimate_before_there_is_any_data(stage, tmp_path):
     ):
         assert text in result.stdout, result.stdout
     assert not list(tmp_path.iterdir())
+    make_tiny_corpus(tmp_path / "data")  # tokens that train.py would refuse: an estimate of minutes for a run that cannot be
+    assert_user_error(stage("train.py", "--estimate", *TINY_RUN, "--block-size", 100_000), "bring more text")
     passes = stage("train.py", "--estimate", "--preset", "sydsgpt")
     assert_user_error(passes, "prepare_data.py --preset sydsgpt")
 

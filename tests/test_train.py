@@ -130,6 +130,14 @@ def test_validation_loss_does_not_depend_on_the_eval_batch(batch_size: int):
     assert updater.mean_loss(reader, offsets, batch_size, lambda: True) is None
 
 
+def test_an_evaluation_batch_is_no_larger_than_the_evaluation(capsys: pytest.CaptureFixture):
+    """Gigabytes of rows of padding, or out of memory in the first evaluation with advice about --batch-size."""
+    run("--run", "a", "--max-iters", "6", "--eval-windows", "3", "--eval-batch-size", "1099511627776")
+    run("--run", "b", "--max-iters", "6", "--eval-windows", "3")
+    losses = [[record["val_loss"] for record in records(name, "eval")] for name in "ab"]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 def test_loss_scaler():
     """A scale that never recovers, or whose counters are lost."""
     scaler = LossScaler()
@@ -149,6 +157,15 @@ def test_loss_scaler():
 
 def run(*flags: object) -> None:
     train.main([*TINY_RUN, *map(str, flags)])
+
+
+def test_memory_is_predicted_measured_and_recorded(capsys: pytest.CaptureFixture):
+    """A run on a CPU that says nothing of memory, or records less than the process holds."""
+    run("--run", "a", "--max-iters", "6")
+    said = capsys.readouterr().out
+    assert "predicted peak of memory: " in said and ", peak of memory " in said
+    held = device.resident_bytes()
+    assert 0 < 0.5 * held < records("a", "train")[-1]["memory_bytes"] <= device.resident_bytes(peak=True)
 
 
 def test_fresh_run(capsys: pytest.CaptureFixture):
