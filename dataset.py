@@ -117,20 +117,31 @@ class WindowReader:
     def __init__(self, data: TokenData, split: str, block_size: int) -> None:
         self.block_size, self.dtype, self.num_tokens = block_size, data.dtype, data.num_tokens(split)
         self._file = open(data.path(split), "rb", buffering=0)
+        self._repair = f"make it again with: {data.command}"
 
     def read(self, offsets: np.ndarray) -> tuple[Tensor, Tensor]:
         """Inputs and targets, both int64 (B, T), of the windows that begin at `offsets` (B,).
 
-        Targets behind the end of the tokens, and all of a PADDING row, are IGNORED_TARGET.
+        Targets behind the end of the tokens, and all of a PADDING row, are IGNORED_TARGET. Raises UserError where the file has
+        become shorter than it was.
         """
         ids = np.zeros((len(offsets), self.block_size + 1), self.dtype)
         for row, offset in zip(ids, offsets, strict=True):
             if offset != PADDING:
-                self._file.seek(int(offset) * self.dtype.itemsize)
-                self._file.readinto(row)
+                self._fill(row, int(offset))
         x, y = ids[:, :-1].astype(np.int64), ids[:, 1:].astype(np.int64)
         y[np.arange(self.block_size) >= self._targets(offsets)[:, None]] = IGNORED_TARGET
         return torch.from_numpy(x), torch.from_numpy(y)
+
+    def _fill(self, row: np.ndarray, offset: int) -> None:
+        """Reads ids into `row`, as many as there are from `offset` on."""
+        left = memoryview(row).cast("B")[: (self.num_tokens - offset) * self.dtype.itemsize]
+        self._file.seek(offset * self.dtype.itemsize)
+        while left:
+            count = self._file.readinto(left)
+            if not count:  # ids that are missing would be trained on as zeros
+                raise UserError(f"{self._file.name} was cut short while it was in use; {self._repair}")
+            left = left[count:]
 
     def _targets(self, offsets: np.ndarray) -> np.ndarray:
         """Targets in each of the windows at `offsets` that are not ignored."""

@@ -155,7 +155,7 @@ def estimate(config: Config, device: Device, max_iters: int, windows: int, secon
         lines.append(describe_sharding(config, bench.model, bench.optimizer, device))
     lines += describe_work(config, bench.model, max_iters)
     lines += describe_time(config, bench.model, times, rate, max_iters, windows)
-    return [*lines, describe_disk(config, bench.model, bench.optimizer)]
+    return [*lines, describe_disk(config, bench.model, bench.optimizer, max_iters)]
 
 
 def describe_parameters(model: GPT) -> list[str]:
@@ -207,11 +207,16 @@ def describe_time(config: Config, model: GPT, times: StepTimes, rate: float, max
     ]
 
 
-def describe_disk(config: Config, model: GPT, optimizer: Optimizer) -> str:
-    """Latest, the older ones, best, and the one being written."""
-    size = 4 * sum(p.numel() for p in model.parameters()) + optimizer.state_bytes()
-    count = config.train.keep_checkpoints + 3
-    return f"disk: {size / 1e6:,.0f} MB a checkpoint, {count * size / 1e9:.2f} GB for up to {count} of them in {config.run_dir}"
+def describe_disk(config: Config, model: GPT, optimizer: Optimizer, max_iters: int) -> str:
+    """What a finished run keeps (latest, older ones, and best, which may be one of these) and what it needs while it saves."""
+    size, train = 4 * sum(p.numel() for p in model.parameters()) + optimizer.state_bytes(), config.train
+    saves = 1 + math.ceil(max_iters / train.checkpoint_interval)
+    kept = min(1 + train.keep_checkpoints, saves)
+    held, full = kept * size / 1e9, (kept + 2) * size / 1e9
+    return (
+        f"disk: {size / 1e6:,.1f} MB a checkpoint, {held:.2f} GB for the {kept} that a run keeps (one more where none of these "
+        f"is the best), {full:.2f} GB at most while it saves, in {config.run_dir}"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -204,3 +205,16 @@ print((resident() - before) // 1_000_000)
 GOLDEN_RANDOM = [919145, 983897, 112932, 826311, 216582, 360164]
 GOLDEN_EPOCH = [295424, 222208, 592384, 625152, 848384, 660992]
 GOLDEN_SEED = 3010307431717112751
+
+
+def test_a_file_cut_short_while_training_reads_it_is_an_error(tmp_path: Path) -> None:
+    """Missing ids were trained on as zeros, without a word, and the loss went up."""
+    make_tiny_corpus(tmp_path)
+    config = make_config("quick", {"corpus": "tiny", "data_dir": str(tmp_path)})
+    reader = WindowReader(TokenData.load(config), "train", 32)
+    last = np.array([reader.num_tokens - 10])  # a window that the end cuts off is none
+    assert reader.read(last)[1][0, 8] != IGNORED_TARGET
+    path = tmp_path / "tiny" / "tokens" / "train.bin"
+    os.truncate(path, path.stat().st_size - 2)
+    with pytest.raises(UserError, match=r"train\.bin was cut short .* prepare_data\.py"):
+        reader.read(last)

@@ -8,6 +8,7 @@ import torch
 from conftest import assert_user_error
 from tiny_corpus import TINY_RUN, make_tiny_corpus
 
+import train
 from config import ComputeConfig, Config, ModelConfig, make_config
 from model import GPT
 from optimizers import build_optimizer
@@ -130,9 +131,21 @@ def test_time_and_disk_arithmetic():
     times = StepTimes(micro=[1.0, 2.0], update=[0.5, 0.5], forward=[0.25, 0.5])
     assert times.run_seconds(config, 200, 10, min) == 200 * (8 * 1.0 + 0.5) + 3 * 0.25 * 3
     assert times.run_seconds(config, 200, 10, max) == 200 * (8 * 2.0 + 0.5) + 3 * 0.5 * 3
+
+
+def test_disk_is_what_a_finished_run_holds(tmp_path):
+    """Catches a size that forgets the optimizer's state, or copies that are counted although they are links. Within 10 %."""
+    make_tiny_corpus(tmp_path / "data")
+    settings = {**TINY, "n_embd": 256, "max_iters": 20, "checkpoint_interval": 5, "eval_interval": 20, "keep_checkpoints": 2}
+    config = make_config("wikitext103", {**settings, "vocab_size": 260})
     model = GPT(config.model)
-    line = describe_disk(config, model, build_optimizer(model, config.train, "cpu"))
-    assert "for up to 5 of them" in line and "checkpoints" in line
+    line = describe_disk(config, model, build_optimizer(model, config.train, "cpu"), 20)
+    size, count = (float(re.search(f"([0-9.]+) {what}", line)[1]) for what in ("MB a checkpoint", "that a run keeps"))
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    folders = ("--data-dir", str(tmp_path / "data"), "--checkpoint-dir", str(tmp_path / "runs"), "--run", "a")
+    train.main([*TINY_RUN, *flags, *folders])
+    found = {path.stat().st_ino: path.stat().st_size for path in (tmp_path / "runs" / "a").iterdir()}
+    assert sum(found.values()) == pytest.approx(1e6 * size * count, rel=0.10)
 
 
 def test_sharded_peak_loses_the_shares_of_the_others():
