@@ -3,9 +3,10 @@
     uv run python bench/bench_generate.py [--tokens 256] [--rounds 3] [--threads N]
 
 One run measures all, round by round, so that a machine's moods meet each of them; the best round counts. Ours is the path
-that generate.py takes (static cache, greedy, window of 512). The peer is the same weights as a GPT2LMHeadModel in fp32 and in
-bf16 with its default cache, under inference_mode. Printed with each: tokens/s, the bytes of weights read a token, and the share
-of the limit that reading them once a token at this machine's measured bandwidth sets.
+that generate.py takes (static cache, greedy, window of 512), as it is and with `--compile on`, whose compilation is timed
+apart. The peer is the same weights as a GPT2LMHeadModel in fp32 and in bf16 with its default cache, under inference_mode.
+Printed with each: tokens/s, the bytes of weights read a token, and the share of the limit that reading them once a token at
+this machine's measured bandwidth sets.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import copy
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,10 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import ComputeConfig, ModelConfig, SampleConfig
 from model import GPT
+from support.compiled import CompiledDecoder, RowLinear
 from support.device import resolve_device
 from support.hf_gpt2 import to_hf_config, to_hf_state
 from support.inference import Float16Linear, Int8Linear, LeanDecoder, has_fbgemm, replace_linears
-from support.sampling import generate_batch
+from support.sampling import Decoder, generate_batch
 
 PROMPT_TOKENS = 16
 
@@ -45,9 +48,7 @@ def weights_per_token(config: ModelConfig) -> int:
     return 12 * config.n_layer * config.n_embd**2 + config.vocab_size * config.n_embd
 
 
-def our_writer(model: GPT) -> Callable[[torch.Tensor, int], list[int]]:
-    decoder = LeanDecoder(model)
-
+def our_writer(decoder: Decoder) -> Callable[[torch.Tensor, int], list[int]]:
     def write(prompt: torch.Tensor, count: int) -> list[int]:
         return [ids.item() for ids in generate_batch(decoder, prompt, count, SampleConfig(temperature=0.0))]
 
@@ -72,16 +73,25 @@ def peer_writer(model: GPT, dtype: torch.dtype) -> Callable[[torch.Tensor, int],
 
 
 def writers(model: GPT) -> dict[str, tuple[Callable[[torch.Tensor, int], list[int]], int]]:
-    """Each way to write, with its bytes per weight."""
+    """Each way to write, with its bytes per weight; the compiled ones in the end, whose compilation is timed apart."""
+
+    def small(kind: Callable[[torch.nn.Linear], torch.nn.Module]) -> GPT:
+        return replace_linears(copy.deepcopy(model), kind)
+
+    compiled = ("float16", torch.float16, Float16Linear if has_fbgemm() else None), ("int8", torch.int8, Int8Linear)
     found = {
         "transformers, float32": (peer_writer(model, torch.float32), 4),
         "transformers, bfloat16": (peer_writer(model, torch.bfloat16), 2),
-        "ours, float32": (our_writer(copy.deepcopy(model)), 4),
-        "ours, bfloat16": (our_writer(copy.deepcopy(model).bfloat16()), 2),
+        "ours, float32": (our_writer(LeanDecoder(copy.deepcopy(model))), 4),
+        "ours, bfloat16": (our_writer(LeanDecoder(copy.deepcopy(model).bfloat16())), 2),
     }
     if has_fbgemm():
-        found["ours, float16 weights (default)"] = (our_writer(replace_linears(copy.deepcopy(model), Float16Linear)), 2)
-    found["ours, int8 weights"] = (our_writer(replace_linears(copy.deepcopy(model), Int8Linear)), 1)
+        found["ours, float16 weights (default)"] = (our_writer(LeanDecoder(small(Float16Linear))), 2)
+    found["ours, int8 weights"] = (our_writer(LeanDecoder(small(Int8Linear))), 1)
+    for name, dtype, several in compiled:
+        decoder = CompiledDecoder(small(partial(RowLinear, dtype=dtype, several=several)))
+        print(f"compiled for {name} weights in {decoder.compile_seconds:.1f} s")
+        found[f"ours, {name} weights, compiled"] = (our_writer(decoder), dtype.itemsize)
     return found
 
 

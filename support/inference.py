@@ -29,9 +29,10 @@ from checkpoint import (
     stored_config,
     stored_tokenizer,
 )
-from config import Config, ModelConfig, flag_of
+from config import ComputeConfig, Config, ModelConfig, flag_of
 from model import GPT, RMS_EPS, Block, KVCache, rotate
 from support.common import UserError
+from support.device import DTYPES
 from support.hf_gpt2 import from_hf_state, is_hf_folder, load_hf_folder, read_hf_config, read_hf_state, read_hf_tokenizer
 from support.sampling import CachedDecoder, Decoder, UncachedDecoder
 from tokenizer import BPETokenizer
@@ -65,28 +66,48 @@ def title(loaded: LoadedModel, path: Path) -> str:
 def open_decoder(
     config: Config, explicit: str | None, *, quantize: str = "none", use_cache: bool = True
 ) -> tuple[Decoder, BPETokenizer, str]:
-    """A decoder at the best speed of its device, the tokenizer, and one line that says what they are."""
+    """A decoder at the best speed of its device, the tokenizer, and one line that says what they are.
+
+    Only `--compile on` compiles its steps: that takes longer than a short text.
+    """
     loaded, path = open_model(config, explicit)
-    model, weights = prepare(loaded, config.compute.dtype, quantize)
     where = loaded.device.device
-    cached = LeanDecoder if where.type == "cpu" and config.compute.attention == "fused" else CachedDecoder
-    decoder = cached(model) if use_cache else UncachedDecoder(model)
+    if config.compute.compile == "on":
+        decoder, weights = compiled_decoder(loaded, config.compute, quantize)
+    else:
+        model, weights = prepare(loaded, config.compute.dtype, quantize)
+        cached = LeanDecoder if where.type == "cpu" and config.compute.attention == "fused" else CachedDecoder
+        decoder = cached(model) if use_cache else UncachedDecoder(model)
     threads = f" ({torch.get_num_threads()} threads)" if where.type == "cpu" else ""
-    return decoder, loaded.tokenizer, f"{title(loaded, path)}, {weights} weights, {where}{threads}"
+    return decoder, loaded.tokenizer, f"{title(loaded, path)}, {weights}, {where}{threads}"
+
+
+def compiled_decoder(loaded: LoadedModel, compute: ComputeConfig, quantize: str) -> tuple[Decoder, str]:
+    """A decoder of one text whose steps are compiled, and its weights in words. Raises UserError where there is none."""
+    from support.compiled import CompiledDecoder, RowLinear  # which builds on this file
+
+    if loaded.device.device.type != "cpu" or compute.attention != "fused":
+        found = f"the device is {loaded.device.device}, --attention {compute.attention}"
+        raise UserError(f"--compile on is for CPUs and fused attention, {found}; use --compile auto or off")
+    name = "int8" if quantize == "int8" else "float16" if compute.dtype == "auto" else compute.dtype
+    dtype = torch.int8 if name == "int8" else DTYPES[name]
+    several = Int8Linear if name == "int8" else Float16Linear if name == "float16" and has_fbgemm() else None
+    decoder = CompiledDecoder(replace_linears(loaded.model, partial(RowLinear, dtype=dtype, several=several)))
+    return decoder, f"{name} weights, compiled in {decoder.compile_seconds:.0f} s"
 
 
 def prepare(loaded: LoadedModel, dtype: str, quantize: str = "none") -> tuple[GPT, str]:
-    """Changes the model's weights, in place, to the type that is fastest here, or asked for; returns it and that type."""
+    """Changes the model's weights, in place, to the type that is fastest here, or asked for; returns it and that in words."""
     model, device = loaded.model, loaded.device
     if quantize == "int8":
         if device.device.type != "cpu":
             raise UserError(f"--quantize int8 is for CPUs, the device is {device.device}; leave it out or add --device cpu")
-        return replace_linears(model, Int8Linear), "int8"
+        return replace_linears(model, Int8Linear), "int8 weights"
     if device.device.type == "cpu" and has_fbgemm() and dtype in ("auto", "float16"):
-        return replace_linears(model, Float16Linear), "float16"
+        return replace_linears(model, Float16Linear), "float16 weights"
     if device.device.type == "cpu" and device.dtype == torch.float16:
         raise UserError("--dtype float16 is slow on this CPU; use --dtype bfloat16 or float32")
-    return model.to(device.dtype), str(device.dtype).removeprefix("torch.")
+    return model.to(device.dtype), f"{str(device.dtype).removeprefix('torch.')} weights"
 
 
 class LeanCache(KVCache):
@@ -180,7 +201,7 @@ class LeanDecoder(CachedDecoder):
         cache.length += 1
         return self.model.logits(self.model.transformer.ln_f(x))
 
-    def _embed(self, ids: Tensor, position: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    def _embed(self, ids: Tensor, position: int | Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Embedded ids (B,) -> (B, C), and the rotary tables' rows (head_dim,) if the model has them."""
         model = self.model
         x = model.transformer.wte(ids)
@@ -225,8 +246,7 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.bias = None if linear.bias is None else linear.bias.detach().float()
         weight = linear.weight.detach().float()
-        scale = weight.abs().amax(dim=1).clamp(min=1e-12) / 127  # (out,)
-        rounded = (weight / scale[:, None]).round().to(torch.int8)  # (out, in), -127 to 127
+        rounded, scale = scaled_int8(weight)
         self.packed = _pack_int8(rounded, scale) if has_fbgemm() else None
         self.weight, self.scale = (None, None) if has_fbgemm() else (rounded, scale)
         # Without VNNI, products of two full 8-bit numbers are added in saturating 16-bit sums: x gets 7 bits there.
@@ -254,6 +274,12 @@ class Int8Linear(nn.Module):
         return y.view(*x.shape[:-1], -1).float()
 
 
+def scaled_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight (out, in) as numbers from -127 to 127, and what to multiply each output channel by, (out,)."""
+    scale = weight.abs().amax(dim=1).clamp(min=1e-12) / 127
+    return (weight / scale[:, None]).round().to(torch.int8), scale
+
+
 def _pack_int8(weight: Tensor, scale: Tensor) -> torch.ScriptObject:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls its quantized tensors old; this matrix product has no newer home
@@ -262,7 +288,7 @@ def _pack_int8(weight: Tensor, scale: Tensor) -> torch.ScriptObject:
         return torch.ops.quantized.linear_prepack(quantized, None)
 
 
-def replace_linears(model: GPT, kind: type[nn.Module]) -> GPT:
+def replace_linears(model: GPT, kind: Callable[[nn.Linear], nn.Module]) -> GPT:
     """Puts a `kind` in place of every linear layer; the embeddings, and with them a tied matrix's rows, stay fp32."""
     torch.backends.quantized.engine = "fbgemm" if has_fbgemm() else torch.backends.quantized.engine
     for name, linear in [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]:

@@ -130,12 +130,22 @@ def test_precisions_and_small_weights_write_the_same_greedy_text(emoji_run, caps
         assert text["text"] == "\U0001f642.", extra
 
 
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no C++ compiler")
+def test_compile_on_writes_the_same_text_and_says_so(emoji_run, capsys):
+    """Would catch a flag that is accepted and changes nothing, or the text."""
+    generate.main([*CPU, "--checkpoint", str(emoji_run), "--temperature", "0", "--compile", "on"])
+    captured = capsys.readouterr()
+    assert captured.out == "\U0001f642.\n" and ", float32 weights, compiled in " in captured.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
         (["--num-samples", "0"], "--num-samples is 0"),
         (["--stop", ""], "--stop is empty"),
         (["--interactive", "--json"], "--interactive"),
+        (["--compile", "on", "--num-samples", "2"], "--compile on is for one text"),
+        (["--compile", "on", "--no-cache"], "--compile on is for one text"),
         (["--prompt-file", "missing.txt"], "missing.txt"),
         (["--checkpoint", "missing.pt"], "missing.pt"),
     ],

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from tiny_models import random_model, tiny_config, tiny_tokenizer
 from config import SampleConfig
 from model import GPT
 from support.common import UserError
+from support.compiled import CompiledDecoder, RowLinear
 from support.inference import Float16Linear, Int8Linear, LeanDecoder, has_fbgemm, replace_linears
 from support.sampling import (
     CachedDecoder,
@@ -236,3 +239,52 @@ def test_int8_rows_do_not_touch_each_other():
     alone = layer(small)
     together = layer(torch.cat([small, small * 10_000]))[:1]
     assert (alone - together).abs().max() < 0.05 * alone.abs().max()
+
+
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no C++ compiler")
+
+
+def compiled(variant: str, dtype: torch.dtype, scale: float = 0.1) -> CompiledDecoder:
+    several = Int8Linear if dtype == torch.int8 else None
+    model = random_model(tiny_config(tiny_tokenizer("byte"), block_size=12, **VARIANTS[variant]), scale=scale)
+    return CompiledDecoder(replace_linears(model, partial(RowLinear, dtype=dtype, several=several)))
+
+
+@needs_compiler
+def test_compiled_steps_give_the_logits_of_one_pass():
+    """Would catch a part of a variant left out of a compiled step, a lost bias or scale, and one decoder's program run with the
+    weights of another: the steps of all take turns."""
+    kinds = {"gpt2": (torch.int8, 5e-2), "qwen3": (torch.float16, 4e-3), "nanochat": (torch.float32, 1e-5)}
+    decoders = {variant: compiled(variant, dtype) for variant, (dtype, _) in kinds.items()}
+    idx = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(2))
+    steps = {variant: [decoder.prefill(idx[:, :1])] for variant, decoder in decoders.items()}
+    for t in range(1, 12):
+        for variant, decoder in decoders.items():
+            steps[variant].append(decoder.step(idx[:, t]))
+    for variant, (_, bound) in kinds.items():
+        exact = random_model(tiny_config(tiny_tokenizer("byte"), block_size=12, **VARIANTS[variant]), scale=0.1)
+        with torch.no_grad():
+            whole = exact(idx)[0]
+        assert (torch.stack(steps[variant], dim=1) - whole).std() < bound * whole.std(), variant
+
+
+@needs_compiler
+def test_compiled_steps_write_the_same_text_past_the_edge():
+    """Would catch keys and values pushed into the wrong slot, and those of an earlier text read in the next one."""
+    decoder = compiled("nanochat", torch.float32, scale=0.2)
+    plain = random_model(tiny_config(tiny_tokenizer("byte"), block_size=12, **VARIANTS["nanochat"]))
+    for length in (1, 2, 11, 12, 20):
+        prompt = torch.randint(0, 256, (1, length), generator=torch.Generator().manual_seed(length))
+        texts = [list(generate_batch(kind, prompt, 30, GREEDY)) for kind in (decoder, UncachedDecoder(plain))]
+        assert torch.equal(*map(torch.cat, texts)), length
+
+
+def test_a_compiler_that_fails_is_one_line(monkeypatch):
+    """Would catch a traceback of the compiler's where `--compile on` cannot work."""
+
+    def broken(*_, **__):
+        raise RuntimeError("no compiler\nat all")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: broken)
+    with pytest.raises(UserError, match=r"does not work here \(RuntimeError: no compiler at all\); use --compile auto or off"):
+        compiled("gpt2", torch.float16)
