@@ -87,7 +87,7 @@ class Window(NamedTuple):
     def array(self) -> np.ndarray:
         """The texts in UTF-8, END behind each, and MARGIN more; behind one that goes on stands the space to come."""
         try:
-            encoded = [text.encode("utf-8") for text in self.texts]
+            encoded = list(map(str.encode, self.texts))
         except UnicodeEncodeError:
             encoded = [to_utf8(text) for text in self.texts]
         data = bytearray([END]).join(encoded)
@@ -141,9 +141,10 @@ def word_spans(window: np.ndarray) -> Spans:
     text = window[: len(window) - MARGIN + 1]
     _blank_wide_whitespace(text)
     blank = _is_word_whitespace(text)
-    edges = np.flatnonzero(blank[1:] != blank[:-1]) + 1  # the text ends with END, which is blank
-    if not blank[0]:
-        edges = np.concatenate(([0], edges))
+    turn = np.empty(len(text), np.bool_)
+    turn[0] = not blank[0]
+    np.not_equal(blank[1:], blank[:-1], out=turn[1:])
+    edges = np.flatnonzero(turn)  # of words, begin and end in turns: the text ends with END, which is blank
     starts, ends = edges[::2].copy(), edges[1::2] + 1
     uneven = np.flatnonzero(blank & (text != 0x20))
     closes = text[uneven] == END
@@ -162,17 +163,25 @@ def _is_word_whitespace(text: np.ndarray) -> np.ndarray:
 def _blank_wide_whitespace(text: np.ndarray) -> None:
     """Overwrites whitespace outside ASCII with spaces; two spaces for one character do no harm."""
     at = np.flatnonzero(_is_wide_lead(text))
-    at = at[np.isin(text[at], _WIDE_WHITESPACE_LEADS)]
+    at = at[_WIDE_WHITESPACE_LEADS[text[at]]]
     if len(at) == 0:
         return
     at, point, size = _decode_wide(text, at)
-    for width in (2, 3):
-        found = at[(size == width) & np.isin(point, [ord(c) for c in WIDE_WHITESPACE])]
-        for i in range(width):
-            text[found + i] = 0x20
+    blank = _WIDE_WHITESPACE_POINTS[np.minimum(point, len(_WIDE_WHITESPACE_POINTS) - 1)]
+    at, size = at[blank], size[blank]
+    for i in range(3):
+        text[at[size > i] + i] = 0x20
 
 
-_WIDE_WHITESPACE_LEADS = np.array(sorted({c.encode()[0] for c in WIDE_WHITESPACE}), np.uint8)
+def _marked(numbers: Iterable[int], size: int) -> np.ndarray:
+    """Whether a number is one of these, by number. `np.isin` takes longer, 40 ms of it for what it imports at first."""
+    marked = np.zeros(size, np.bool_)
+    marked[list(numbers)] = True
+    return marked
+
+
+_WIDE_WHITESPACE_LEADS = _marked((c.encode()[0] for c in WIDE_WHITESPACE), 256)
+_WIDE_WHITESPACE_POINTS = _marked(map(ord, WIDE_WHITESPACE), ord(max(WIDE_WHITESPACE)) + 2)  # False for all that are greater
 
 
 def _is_wide_lead(text: np.ndarray) -> np.ndarray:
@@ -288,10 +297,10 @@ _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
 
 def lanes_of(window: np.ndarray, starts: np.ndarray, lengths: np.ndarray, count: int) -> tuple[np.ndarray, ...]:
     """`count` arrays of 8 bytes of each piece, padded with END: equal pieces are equal numbers."""
-    view = np.ndarray((len(window) - 7,), "<u8", window, strides=(1,))  # every 8 consecutive bytes
-    full = [view[starts + 8 * i] if i else view[starts] for i in range(count - 1)]  # more lanes mean that these are full
-    last = view[starts + 8 * (count - 1)] if count > 1 else view[starts]
-    return *full, last | _PADDING[lengths - 8 * (count - 1)]
+    view = np.ndarray((len(window) - 7,), "S8", window, strides=(1,))  # every 8 bytes; as numbers they take twice as long
+    lanes = [view[starts + 8 * i if i else starts].view("<u8") for i in range(count)]
+    lanes[-1] |= _PADDING.take(lengths - 8 * (count - 1) if count > 1 else lengths)  # more lanes mean that the others are full
+    return tuple(lanes)
 
 
 def by_lanes(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -857,12 +866,17 @@ class Groups:
     def rows_of(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The rows of some groups (one at least), one group after the other, and how many each has."""
         sizes = self.ends[chosen] - self.starts[chosen]
-        behind = np.cumsum(sizes)
-        return self.rows[np.repeat(self.starts[chosen] - behind + sizes, sizes) + np.arange(behind[-1])], sizes
+        return self.rows[consecutive(self.starts[chosen], sizes)], sizes
 
 
 def _pair_key(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return (left << 32 | right).astype(np.uint64)
+
+
+def consecutive(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """The numbers from each start on, as many as its size says; one start at least."""
+    behind = np.cumsum(sizes)
+    return np.repeat(starts - behind + sizes, sizes) + np.arange(behind[-1])
 
 
 def every_other(at: np.ndarray, width: int) -> np.ndarray:
@@ -969,18 +983,24 @@ class MergeTable:
         return np.minimum(entries, np.uint64(self.NONE), out=entries).astype(np.uint32)
 
 
+STEP = 1 << 12
+
+
 def _row_offsets(left: np.ndarray, right: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Where each left token's row starts, int64 (vocab_size + 1,): first fit, the longest rows first."""
+    """Where each left token's row starts, int64 (vocab_size + 1,): first fit, the longest rows first.
+
+    A wide step between tries needs a quarter of the tries that a step of one takes: rows are dense among frequent tokens.
+    """
     rows: dict[int, list[int]] = {}
     for token, other in zip(left.tolist(), right.tolist(), strict=True):
         rows.setdefault(token, []).append(other)
-    span = 4 * len(left) + 64  # a quarter full, so that a short row fits nearly anywhere
+    span = 4 * len(left) + 65  # a quarter full, so that a short row fits nearly anywhere; odd, so that STEP meets all of it
     used = bytearray(span + vocab_size + 1)
     offsets = np.zeros(vocab_size + 1, np.int64)
     for token, row in sorted(rows.items(), key=lambda item: -len(item[1])):
         offset = token * 40_503 % span
         while any(used[offset + other] for other in row):
-            offset = (offset + 1) % span
+            offset = (offset + STEP) % span
         offsets[token] = offset
         for other in row:
             used[offset + other] = 1
@@ -1078,11 +1098,12 @@ def _selected(mask: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 # ----------------------------------------------------------------------------------------------------------------------
 # Encoding in bulk
 
-UNKNOWN = -1
+VALUE = np.dtype("<i8")  # of a piece: little-endian, so that its first token is in the lowest bits
+UNKNOWN = -2  # no value
+NO_TOKENS = -1  # the value of END alone
 ALONE = 12  # pieces of a job that are merged one by one, the longest
 JOB_PIECES = 1 << 16  # merged side by side: the more, the fewer calls; the fewer, the nearer to the caches
 JOB_BYTES = 1 << 19  # of longer ones
-COUNT_BITS = 31  # a piece's tokens are kept as `first << COUNT_BITS | count`, of a common store
 
 
 class PieceTable:
@@ -1096,8 +1117,9 @@ class PieceTable:
         self._clear()
 
     def _clear(self) -> None:
-        # Lanes from the left, the value at the right. Not `zeros`: NumPy asks for huge pages only where it fills memory itself.
-        self.rows = np.full((1 << self.bits, 2 * self.lanes), np.uint64((1 << 64) - 1))
+        # Lanes from the left, the value at the right; no lane equals UNKNOWN either, whose bytes are not UTF-8.
+        # Not `zeros`: NumPy asks for huge pages only where it fills memory itself.
+        self.rows = np.full((1 << self.bits, 2 * self.lanes), UNKNOWN, np.int64).view(np.uint64)
 
     @property
     def values(self) -> np.ndarray:
@@ -1105,28 +1127,27 @@ class PieceTable:
         return self.rows.view(np.int64)[:, -1]
 
     def _slots(self, lanes: Sequence[np.ndarray]) -> np.ndarray:
-        return (mixed(lanes) >> np.uint64(64 - self.bits)).astype(np.int64)
+        return (mixed(lanes) >> np.uint64(64 - self.bits)).view(np.int64)
 
     def _look(self, slots: np.ndarray, lanes: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """The values in some slots, and which of them are other pieces'."""
+        """The values in some slots, and which of them are other pieces': indices."""
         rows = self.rows.take(slots, axis=0)
         values = rows.view(np.int64)[:, -1].copy()
         others = rows[:, 0] != lanes[0]
         for i in range(1, self.lanes):
             others |= rows[:, i] != lanes[i]
-        others &= values != UNKNOWN
-        return values, others
+        others = np.flatnonzero(others)
+        return values, others[values[others] != UNKNOWN]
 
     def find(self, lanes: Sequence[np.ndarray]) -> np.ndarray:
         """int64 values, UNKNOWN for pieces that are not here."""
         slots = self._slots(lanes)
-        values, others = self._look(slots, lanes)
-        wrong = np.flatnonzero(others)
-        slots, lanes = slots[wrong], [lane[wrong] for lane in lanes]
+        values, more = self._look(slots, lanes)
+        wrong = more
         while len(wrong):
-            slots = slots + 1 & (1 << self.bits) - 1
+            slots, lanes = slots[more] + 1 & (1 << self.bits) - 1, [lane[more] for lane in lanes]
             values[wrong], more = self._look(slots, lanes)
-            wrong, slots, lanes = wrong[more], slots[more], [lane[more] for lane in lanes]
+            wrong = wrong[more]
         return values
 
     def insert(self, lanes: Sequence[np.ndarray], values: np.ndarray) -> None:
@@ -1136,7 +1157,7 @@ class PieceTable:
             rows[:, i] = lane
         rows.view(np.int64)[:, -1] = values
         self.size += len(rows)
-        if 2 * self.size > 1 << self.bits:
+        if 8 * self.size > 5 << self.bits:  # fuller, searches get long; emptier, new memory costs more than they do
             old = self.rows.take(np.flatnonzero(self.values != UNKNOWN), axis=0)
             self.bits = (3 * self.size).bit_length()
             self._clear()
@@ -1147,11 +1168,9 @@ class PieceTable:
         slots = self._slots([rows[:, i] for i in range(self.lanes)])
         while len(rows):
             free = np.flatnonzero(self.values[slots] == UNKNOWN)
-            at, placed = slots[free], rows.take(free, axis=0)
-            self._whole(self.rows)[at] = self._whole(placed)  # of several for one slot the last one stays
-            rest = np.ones(len(rows), np.bool_)
-            rest[free] = self.values[at] != placed.view(np.int64)[:, -1]  # no two values are the same
-            rest = np.flatnonzero(rest)
+            # Of several for one slot the last one stays.
+            self._whole(self.rows)[slots[free]] = self._whole(rows.take(free, axis=0))
+            _, rest = self._look(slots, [rows[:, i] for i in range(self.lanes)])
             slots, rows = slots[rest] + 1 & (1 << self.bits) - 1, rows.take(rest, axis=0)
 
     @staticmethod
@@ -1166,30 +1185,44 @@ class _LookedUp(NamedTuple):
     values: np.ndarray  # (pieces,), UNKNOWN for new ones
     new: list[np.ndarray]  # indices of the unknown pieces of 1 lane, of 2 lanes, and longer ones
     lanes: list[tuple[np.ndarray, ...]]  # their numbers, for 1 and 2 lanes
+    fresh: list[tuple[np.ndarray, ...]]  # the distinct ones of them
     long: list[Piece]  # the longer ones
     before: np.ndarray  # how many pieces come before each END
 
 
 class Encoder:
-    """Encodes texts in bulk, and remembers pieces from call to call, up to `MOST_PIECES` of them."""
+    """Encodes texts in bulk, and remembers pieces from call to call, up to `MOST_PIECES` of them.
+
+    The value of a piece is its tokens themselves, with holes behind them, as far as 8 bytes have room: so putting ids together
+    is leaving out holes. The few pieces with more tokens are runs in a common store, of a size and then as many values; their
+    own value is a hole with the place of the run above it.
+    """
 
     MOST_PIECES = 1 << 20  # about 100 MB
-    MOST_TOKENS = 1 << 23
+    MOST_STORED = 1 << 21
     GROUP = 16  # windows whose new pieces are encoded together: more are alike, and the columns are wider
 
     def __init__(
         self,
         ranks: Ranks,
         results: Sequence[int],
-        symbols: np.ndarray,
+        symbols: dict[int, int],
+        unknown: int,
         vocab_size: int,
         characters: bool,
     ) -> None:
-        """`symbols` gives the id of a code point (with `characters`) or of a byte; `results` the token a merge makes."""
+        """`symbols` gives the id of a code point (with `characters`) or of a byte, for others it is `unknown`; `results` the
+        token a merge makes."""
+        # The GNU allocator keeps freed memory for later, up to twice the largest block freed so far (32 MB count at most). With
+        # this one, which is never touched, the arrays of the windows are new memory half as often: a tenth of the time.
+        np.empty(31 << 20, np.uint8)
         self.ranks, self.result_list = ranks, list(results)
         self.table = MergeTable(ranks, vocab_size)
-        self.dtype = np.uint16 if vocab_size < 1 << 16 else np.uint32
-        self.symbols = symbols.astype(self.dtype)
+        self.dtype = np.uint16 if vocab_size < 0xFFFF else np.uint32
+        self.hole = self.dtype(np.iinfo(self.dtype).max)  # no id
+        self.room = 8 // self.hole.itemsize
+        self.symbols = np.full(END_POINT + 1 if characters else 256, unknown, self.dtype)
+        self.symbols[list(symbols)] = list(symbols.values())
         self.results = np.array([*self.result_list, vocab_size], self.dtype)  # with padding, as merge_columns takes them
         self.characters = characters
         self.spans = word_spans if characters else byte_spans
@@ -1198,8 +1231,8 @@ class Encoder:
     def _forget(self) -> None:
         self.tables = [PieceTable(1), PieceTable(2)]
         self.long: dict[Piece, int] = {}
-        self.store, self.stored = np.empty(1 << 16, self.dtype), 0
-        self.tables[0].insert((_PADDING[:1],), np.zeros(1, np.int64))  # END alone: no tokens
+        self.store, self.stored = np.empty(1 << 12, np.int64), 0
+        self.tables[0].insert((_PADDING[:1],), np.array([NO_TOKENS]))
 
     def encode(self, texts: Iterable[str], threads: int) -> tuple[np.ndarray, np.ndarray]:
         """All ids, uint32 (N,), and where each text starts and ends in them, int64 (texts + 1,)."""
@@ -1213,12 +1246,17 @@ class Encoder:
     def _encode_windows(self, source: Iterator[Window], threads: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Each window's ids, and how many come before each END."""
         learnt: list[_LookedUp] = []
-        while (group := list(itertools.islice(source, max(threads, self.GROUP)))) or learnt:
+        size = max(threads, self.GROUP // 4)  # at first, while most pieces are new, which are looked up twice
+        while True:
             # The group before is put together while this one is looked up: one wait for the slowest thread instead of two.
-            tasks = [*(partial(self._assemble, window) for window in learnt), *(partial(self._look_up, w) for w in group)]
+            tasks = (partial(self._assemble, window) for window in learnt)
+            tasks = itertools.chain(tasks, (partial(self._look_up, window) for window in itertools.islice(source, size)))
             done = list(ordered_map(lambda task: task(), tasks, threads))
+            if not done:
+                return
             yield from done[: len(learnt)]
             learnt = done[len(learnt) :]
+            size = max(threads, self.GROUP)
             if learnt:
                 self._learn(learnt, threads)
             if self._is_full():
@@ -1228,12 +1266,12 @@ class Encoder:
 
     def _is_full(self) -> bool:
         pieces = sum(table.size for table in self.tables) + len(self.long)
-        return self.stored > self.MOST_TOKENS or pieces > self.MOST_PIECES
+        return self.stored > self.MOST_STORED or pieces > self.MOST_PIECES
 
     def _look_up(self, texts: Window) -> _LookedUp:
         window = texts.array()
         starts, lengths, before = self.spans(window)
-        values, new, new_lanes = np.empty(len(starts), np.int64), [], []
+        values, new, new_lanes, fresh = np.empty(len(starts), VALUE), [], [], []
         *sizes, long = by_lanes(lengths)
         for table, at in zip(self.tables, sizes, strict=True):
             lanes = lanes_of(window, starts[at], lengths[at], table.lanes)
@@ -1242,36 +1280,55 @@ class Encoder:
             unknown = np.flatnonzero(found == UNKNOWN)
             new.append(at[unknown])
             new_lanes.append(tuple(lane[unknown] for lane in lanes))
+            fresh.append(distinct(new_lanes[-1])[0])
         pieces = long_pieces(window, starts[long], lengths[long])
         found = np.array([self.long.get(piece, UNKNOWN) for piece in pieces], np.int64)
         values[long] = found
         unknown = np.flatnonzero(found == UNKNOWN)
         new.append(long[unknown])
-        return _LookedUp(values, new, new_lanes, [pieces[i] for i in unknown.tolist()], before)
+        return _LookedUp(values, new, new_lanes, fresh, [pieces[i] for i in unknown.tolist()], before)
 
     def _learn(self, group: list[_LookedUp], threads: int) -> None:
         """Encodes the unknown pieces of some windows, each once, and puts them in the tables."""
-        fresh = list(ordered_map(lambda i: _fresh(window.lanes[i] for window in group), range(len(self.tables)), threads))
+        fresh = list(ordered_map(lambda i: _fresh(window.fresh[i] for window in group), range(len(self.tables)), threads))
         long = list(dict.fromkeys(piece for window in group for piece in window.long))
-        jobs = [([part], []) for lanes in fresh for part in _parts(lanes, threads)] + [([], part) for part in _long_parts(long)]
+        # The largest jobs first: so the threads end together.
+        jobs = [([], part) for part in _long_parts(long)]
+        jobs += [([part], []) for lanes in fresh[::-1] for part in _parts(lanes, threads)]
         merged = ordered_map(lambda job: self._merge(flatten(*job)), jobs, threads)
         values = np.concatenate([np.zeros(0, np.int64), *map(self._store, merged)])
-        *parts, values = np.split(values, np.cumsum([len(lanes[0]) for lanes in fresh]))
-        list(ordered_map(lambda i: self.tables[i].insert(fresh[i], parts[i]), range(len(parts)), threads))
+        values, *parts = np.split(values, np.cumsum([len(long), len(fresh[1][0])]))
+        list(ordered_map(lambda i: self.tables[i].insert(fresh[i], parts[1 - i]), range(len(parts)), threads))
         self.long.update(zip(long, values.tolist(), strict=True))
 
     def _assemble(self, window: _LookedUp) -> tuple[np.ndarray, np.ndarray]:
         """The ids of a window, and how many come before each END."""
-        values = window.values
+        values, before = window.values, window.before
         for table, new, lanes in zip(self.tables, window.new, window.lanes, strict=False):
             values[new] = table.find(lanes)
         values[window.new[-1]] = [self.long[piece] for piece in window.long]
-        counts = values & (1 << COUNT_BITS) - 1
-        behind = np.cumsum(counts)
-        total = int(behind[-1]) if len(behind) else 0
-        at = np.repeat((values >> COUNT_BITS) - (behind - counts), counts)
-        at += np.arange(total)
-        return self.store[at], np.concatenate(([0], behind))[window.before]
+        runs = np.flatnonzero((values.view(self.dtype)[:: self.room] == self.hole) & (values != NO_TOKENS))
+        if len(runs):
+            values, before = self._spread(values, before, runs)
+        cells = values.view(self.dtype)
+        at = np.flatnonzero(cells != self.hole)
+        return cells.take(at), np.searchsorted(at, before * self.room)
+
+    def _spread(self, values: np.ndarray, before: np.ndarray, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The values, with those at `runs` replaced by their runs in the store, and `before` counted in the longer array.
+
+        `take` of a running sum is several times as fast as `repeat`, which keeps the other threads waiting too.
+        """
+        first = values[runs] >> self.hole.itemsize * 8
+        sizes = self.store[first]
+        grown = np.cumsum(sizes - 1)
+        inside = consecutive(runs + grown - sizes + 1, sizes)
+        step = np.ones(len(values) + int(grown[-1]), np.int8)
+        step[inside] = 0
+        step[runs + grown - sizes + 1] = 1
+        spread = values.take(np.cumsum(step, dtype=np.int64) - 1)
+        spread[inside] = self.store[consecutive(first + 1, sizes)]
+        return spread, before + np.concatenate(([0], grown))[np.searchsorted(runs, before)]
 
     def _merge(self, pieces: np.ndarray) -> list[Merged]:
         """Encodes pieces, END behind each. The longest few go one by one: a round costs as much as ten merges in a list."""
@@ -1292,21 +1349,24 @@ class Encoder:
         return merged
 
     def _store(self, merged: list[Merged]) -> np.ndarray:
-        """Puts the tokens of all pieces of a job into the store; their values."""
+        """The values of all pieces of a job; what does not fit into them is put into the store."""
         values = np.empty(sum(len(which) for which, _ in merged), np.int64)
         for which, tokens in merged:
             length, width = tokens.shape
-            first = self._reserve(length * width)
-            self.store[first : self.stored] = tokens.T.reshape(-1)
-            values[which] = np.arange(first, self.stored, length) << COUNT_BITS | length
+            size = -(-length // self.room)
+            cells = np.full((width, size * self.room), self.hole)
+            cells[:, :length] = tokens.T
+            runs = cells.view(VALUE)
+            values[which] = runs[:, 0] if size == 1 else self._keep(np.insert(runs, 0, size, axis=1))
         return values
 
-    def _reserve(self, count: int) -> int:
-        """Room for `count` more tokens in the store; the first one's place."""
-        first, self.stored = self.stored, self.stored + count
+    def _keep(self, runs: np.ndarray) -> np.ndarray:
+        """Puts rows into the store, one behind the other; the values that name them."""
+        first, self.stored = self.stored, self.stored + runs.size
         if self.stored > len(self.store):
-            self.store = np.concatenate((self.store[:first], np.empty(self.stored, self.dtype)))
-        return first
+            self.store = np.concatenate((self.store[:first], np.empty(self.stored, np.int64)))
+        self.store[first : self.stored] = runs.reshape(-1)
+        return np.arange(first, self.stored, runs.shape[1]) << self.hole.itemsize * 8 | int(self.hole)
 
 
 def _fresh(lanes_of_windows: Iterable[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:

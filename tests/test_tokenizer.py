@@ -235,6 +235,32 @@ def test_long_pieces_side_by_side(length, monkeypatch):
     assert [encoded[a:b].tolist() for a, b in itertools.pairwise(offsets)] == expected
 
 
+@pytest.mark.parametrize("vocab_size", [0xFFFE, 0xFFFF, 0x10001])
+def test_ids_up_to_the_largest(vocab_size):
+    """Catches ids that are taken for the marks that stand between them, and pieces of many tokens whose ids are wide."""
+    last = (ord("~"), ord("~"))
+    others = (pair for pair in itertools.product(range(256), repeat=2) if pair != last)
+    pairs = [*itertools.islice(others, vocab_size - 261), last]
+    tokens = [*map(str.encode, SPECIAL_TOKENS), *(bytes([b]) for b in range(256)), *map(bytes, pairs)]
+    tokenizer = BPETokenizer("byte", tokens, [(4 + a, 4 + b) for a, b in pairs])
+    rng = random.Random(3)
+    text = " ~~" + " ".join("".join(rng.choices("~~a1-é日", k=rng.randint(1, 40))) for _ in range(3_000))
+    ids, _ = tokenizer.encode_to_array([text])
+    assert (tokenizer.vocab_size, max(ids)) == (vocab_size, vocab_size - 1)
+    assert ids.tolist() == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_pieces_may_have_equal_values(lanes):
+    """Catches a piece taken for stored because another one that encodes alike (all unknown characters) stands in its place."""
+    rng = np.random.default_rng(4)
+    table = bpe.PieceTable(lanes)
+    pieces = [rng.integers(0, 1 << 62, 9_000).astype(np.uint64) for _ in range(lanes)]
+    for low in range(0, 8_000, 2_000):
+        table.insert([lane[low : low + 2_000] for lane in pieces], np.full(2_000, 7))
+    assert table.find(pieces).tolist() == [7] * 8_000 + [bpe.UNKNOWN] * 1_000
+
+
 @settings(max_examples=300, deadline=None)
 @given(text=hostile_text)
 def test_hostile_text_round_trips_with_the_ids_of_the_library(ours, text):
