@@ -63,6 +63,8 @@ class _Section:
                 _require(math.isfinite(value), f.name, value, "a finite number")
             elif isinstance(value, int):
                 _require(-(2**63) <= value < 2**63, f.name, value, "a number of 64 bits")
+            elif isinstance(value, str) and not f.name.endswith("_dir"):  # a path may be any bytes
+                _require(not re.search("[\ud800-\udfff]", value), f.name, value, "text in UTF-8")
         self.check()
 
     def check(self) -> None:

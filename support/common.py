@@ -143,7 +143,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, ensure_ascii=False, indent=1) + "\n")
+    """Characters that UTF-8 does not know (bytes of a path that are no text) are escaped."""
+    with atomic_write(path) as file:
+        file.write((json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode("utf-8", "backslashreplace"))
 
 
 def read_json(path: Path, command: str) -> dict[str, Any]:

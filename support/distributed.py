@@ -14,9 +14,10 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
-from support.common import Terminated
+from support.common import Terminated, UserError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")  # what torchrun sets, and MASTER_ADDR
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,18 @@ class World:
 
 
 def join_world(device: str) -> World:
-    """Joins the other processes where torchrun started several. `device` is the setting, "auto" to "mps"."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
+    """Joins the other processes where torchrun started several. `device` is the setting, "auto" to "mps".
+
+    Raises UserError where the environment speaks of several processes without saying which one this is.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         return World()
+    wrong = [name for name in NUMBERS if not os.environ.get(name, "").isdecimal()]
+    if wrong or "MASTER_ADDR" not in os.environ:
+        name = (wrong or ["MASTER_ADDR"])[0]
+        found = f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {name} is {os.environ.get(name, 'not set')}"
+        raise UserError(f"{found}; start several processes with torchrun, or unset WORLD_SIZE to train in this one alone")
+    size = int(os.environ["WORLD_SIZE"])
     on_gpu = device != "cpu" and torch.cuda.is_available()
     # Small sums run on the CPU through gloo even then, so that they never wait for the GPU.
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")

@@ -138,6 +138,13 @@ def test_other_failures_keep_their_traceback() -> None:
     assert explain_os_error(OSError(errno.EIO, "Input/output error")) is None
 
 
+def test_json_holds_a_path_of_any_bytes(tmp_path: Path) -> None:
+    """A traceback (UnicodeEncodeError) of a run under a folder whose name is not UTF-8, when its config.json is written."""
+    value = {"data_dir": os.fsdecode(b"d\xff"), "corpus": "é"}
+    write_json(tmp_path / "a.json", value)
+    assert read_json(tmp_path / "a.json", "x") == value
+
+
 def test_a_file_or_dangling_link_in_the_place_of_a_folder_is_one_line(tmp_path: Path) -> None:
     """A traceback (FileExistsError) where checkpoints/RUN is a file, or checkpoints a link to a disk that is not mounted."""
     (tmp_path / "file").write_text("x")

@@ -77,6 +77,7 @@ def test_published_parameter_counts() -> None:
         (["--seed"], "seed", "expected one argument"),
         (["--min-lr-ratio", "1.5"], "min_lr_ratio", "from 0 to 1"),
         (["--preset", "quik"], "preset", "quick"),
+        (["--sample-prompt", "\udcff"], "sample_prompt", "UTF-8"),  # was a traceback, after the first step
         (["--threads", "1099511627776"], "threads", "from 0 to 4,096"),  # was a traceback of torch's
         (["--keep-checkpoints", "1099511627776"], "keep_checkpoints", "at most 10,000"),  # was out of memory, after step 0
         (["--grad-accum-steps", "1099511627776"], "batch_size * grad_accum_steps", "at most 16,777,216"),  # likewise

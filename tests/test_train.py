@@ -445,6 +445,15 @@ def start_ranks(folder: Path, count: int, *flags: object, before: str = "") -> l
     return [TrainingProcess(folder, arguments, env, before, f"rank{env['RANK']}.txt") for env in ranks]
 
 
+@pytest.mark.parametrize("environment", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "two", "RANK": "0"}])
+def test_half_of_torchruns_environment_is_one_line(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    """A traceback where a cluster's shell sets WORLD_SIZE although nobody called torchrun."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="with torchrun, or unset WORLD_SIZE"):
+        run("--run", "a")
+
+
 def test_one_two_and_three_processes_make_the_same_run(tmp_path: Path):
     """Gradients averaged where a sum is due, synchronised too late or too often, ranks that skip or repeat windows."""
     flags = ("--dropout", "0.1", "--grad-clip", "0.5", "--max-iters", "6", "--eval-interval", "3", "--warmup-iters", "2")
