@@ -12,7 +12,7 @@ from tiny_models import random_model, tiny_config, tiny_tokenizer
 from config import SampleConfig
 from model import GPT
 from support.common import UserError
-from support.compiled import CompiledDecoder, RowLinear
+from support.compiled import LARGE_PAGE, CompiledDecoder, RowLinear, on_large_pages
 from support.inference import Float16Linear, Int8Linear, LeanDecoder, has_fbgemm, replace_linears
 from support.sampling import (
     CachedDecoder,
@@ -277,6 +277,14 @@ def test_compiled_steps_write_the_same_text_past_the_edge():
         prompt = torch.randint(0, 256, (1, length), generator=torch.Generator().manual_seed(length))
         texts = [list(generate_batch(kind, prompt, 30, GREEDY)) for kind in (decoder, UncachedDecoder(plain))]
         assert torch.equal(*map(torch.cat, texts)), length
+
+
+@pytest.mark.parametrize("count", [10, LARGE_PAGE // 2, LARGE_PAGE // 2 + 1, 3 * LARGE_PAGE])
+def test_large_pages_hold_the_same_numbers(count):
+    """Would catch a copy that is cut off at a page, and memory given back while a tensor still lies in it."""
+    numbers = torch.randn(count).half()
+    copies = [on_large_pages(numbers).view(-1, 1) for _ in range(3)]
+    assert all(torch.equal(copy.flatten(), numbers) for copy in copies)
 
 
 def test_a_compiler_that_fails_is_one_line(monkeypatch):
