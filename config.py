@@ -175,8 +175,10 @@ class ModelConfig(_Section):
     embedding_norm: bool = setting(False, "normalise the token embedding before the first block, without parameters")
     zero_init: bool = setting(False, "start the projections that feed the residual stream at zero")
     logit_softcap: float = setting(0.0, "squash logits to plus or minus this with tanh (0: off)")
-    # Not a flag: the vocabulary is an artifact, read from the token files (or the checkpoint).
+    document_mask: bool = setting(False, "attention stays inside documents, where a window holds several")
+    # No flags: the vocabulary is an artifact, read from the token files (or the checkpoint).
     vocab_size: int = setting(16_384, "tokens in the vocabulary", flag=False)
+    bos_id: int = setting(2, "token that a document begins with, read by document_mask alone", flag=False)
 
     def check(self) -> None:
         _require_positive(self, "n_layer", "n_head", "n_embd", "block_size", "vocab_size")

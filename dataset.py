@@ -5,6 +5,7 @@ pure function of (seed, step), so no reader position is ever saved and resuming 
 is drawn from, because NumPy guarantees that one across versions, and mapped to windows here.
 """
 
+import dataclasses
 import functools
 import math
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from config import Config, TrainConfig
+from config import Config, ModelConfig, TrainConfig
 from support.common import UserError, misfit, read_json
 
 IGNORED_TARGET = -100  # what cross_entropy leaves out
@@ -96,6 +97,12 @@ class TokenData:
                 if largest >= self.vocab_size:
                     found = f"holds the id {largest:,}, but the vocabulary has {self.vocab_size:,} tokens"
                     raise UserError(f"{self.path(name)} {found}; make it again with: {self.command}")
+
+    def fit(self, model: ModelConfig) -> ModelConfig:
+        """The model's settings with what the vocabulary decides. In GPT-2's the last token stands between documents."""
+        gpt2 = self.meta.get("tokenizer_kind") == "gpt2"
+        bos_id = self.vocab_size - 1 if model.document_mask and gpt2 else model.bos_id
+        return dataclasses.replace(model, vocab_size=self.vocab_size, bos_id=bos_id)
 
     def require_window(self, name: str, block_size: int) -> None:
         """Raises UserError when a split is shorter than one window."""

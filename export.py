@@ -134,6 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{path}, {loaded.config.model.num_params:,} parameters, vocabulary {loaded.tokenizer.vocab_size:,}")
     print(f"wrote {folder}: {', '.join(names)} ({megabytes:,.1f} MB)")
     if args.format == "hf":
+        if loaded.config.model.document_mask:
+            print("its attention stays inside documents: elsewhere, give it one document at a time")
         print(f"load it with: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
     return 0
 

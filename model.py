@@ -3,9 +3,10 @@
 The defaults are GPT-2's block (Radford et al. 2019): layer norm in front, learned positions, GELU. The fields allow
 rotary positions (Su et al. 2021, arXiv 2104.09864), RMSNorm (Zhang & Sennrich 2019, arXiv 1910.07467), norms on queries
 and keys (Henry et al. 2020, arXiv 2010.04245), squared ReLU (So et al. 2021, arXiv 2109.08668), SwiGLU (Shazeer 2020,
-arXiv 2002.05202), zero-initialised residual projections (Zhang et al. 2019, arXiv 1901.09321) and a soft cap on the logits
-(Gemma Team 2024, arXiv 2408.00118). rotary + rmsnorm + qk_norm + swiglu is Qwen3's architecture; rotary + rmsnorm_plain +
-embedding_norm + qk_norm + relu2 is NanoChat's (which rotates the other way: swap the halves of each query and key head).
+arXiv 2002.05202), zero-initialised residual projections (Zhang et al. 2019, arXiv 1901.09321), a soft cap on the logits
+(Gemma Team 2024, arXiv 2408.00118) and attention inside documents alone (Zhao et al. 2024, arXiv 2402.13991). rotary +
+rmsnorm + qk_norm + swiglu is Qwen3's architecture; rotary + rmsnorm_plain + embedding_norm + qk_norm + relu2 is NanoChat's
+(which rotates the other way: swap the halves of each query and key head).
 
 Shapes: B sequences, T tokens each, C = n_embd, V = vocabulary.
 """
@@ -38,7 +39,15 @@ class KVCache:
         shape = (batch_size, config.n_head, config.block_size, config.head_dim)
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        self.documents = torch.zeros(batch_size, config.block_size, device=device, dtype=torch.int32)
         self.length = 0
+
+    def append_documents(self, begins: Tensor) -> Tensor:
+        """Numbers of the documents of all tokens (B, S): those before, and T more of which some begin one, `begins` (B, T)."""
+        end = self.length + begins.size(1)
+        before = self.documents[:, self.length - 1 : self.length] if self.length else 0
+        self.documents[:, self.length : end] = before + begins.cumsum(1, dtype=torch.int32)
+        return self.documents[:, :end]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores k and v (B, n_head, T, head_dim) behind `length`; returns all that is stored, in the type of `k`."""
@@ -86,10 +95,16 @@ def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
     return torch.ones(T, S, dtype=torch.bool, device=device).tril(diagonal=S - T)
 
 
-def reference_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v, written out: the (T, S) weights exist in full, in fp32."""
+def visible(T: int, S: int, device: torch.device, documents: Tensor | None = None) -> Tensor:
+    """The causal mask (T, S) or, with the numbers of the keys' documents (B, S), (B, 1, T, S): earlier and of the same one."""
+    mask = causal_mask(T, S, device)
+    return mask if documents is None else mask & (documents[:, None, -T:, None] == documents[:, None, None, :])
+
+
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, documents: Tensor | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v, written out: the (T, S) weights exist in full, in fp32. `documents` as in `visible`."""
     weights = (q @ k.transpose(-2, -1)).float() / math.sqrt(q.size(-1))  # (B, n_head, T, S)
-    weights = weights.masked_fill(~causal_mask(q.size(2), k.size(2), q.device), float("-inf"))
+    weights = weights.masked_fill(~visible(q.size(2), k.size(2), q.device, documents), float("-inf"))
     weights = F.dropout(F.softmax(weights, dim=-1), dropout)
     return weights.type_as(v) @ v
 
@@ -97,17 +112,20 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -
 class BlockedAttention(torch.autograd.Function):
     """The same for one block of queries after the other, each with no more keys than its last query may see.
 
-    q, k, v: (N, T, head_dim); T is a multiple of `blocks`. Made for the compiler on a CPU: the weights exist in the type of v
-    alone, not yet divided by their sum, and the backward pass works from these. The gradient is that of Dao et al. 2022,
-    arXiv 2205.14135, appendix B.
+    q, k, v: (N, T, head_dim); T is a multiple of `blocks`; documents: (N, T) numbers, or None. Made for the compiler on a CPU:
+    the weights exist in the type of v alone, not yet divided by their sum, and the backward pass works from these. The gradient
+    is that of Dao et al. 2022, arXiv 2205.14135, appendix B.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: int) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: int, documents: Tensor | None = None) -> Tensor:
         size, outputs, sums, weights = q.size(1) // blocks, [], [], []
         for end in range(size, q.size(1) + 1, size):
             scores = (q[:, end - size : end] @ k[:, :end].transpose(1, 2)).float() / math.sqrt(q.size(2))
-            scores = scores.masked_fill(~causal_mask(size, end, q.device), float("-inf"))  # (N, size, end)
+            mask = causal_mask(size, end, q.device)
+            if documents is not None:
+                mask = mask & (documents[:, end - size : end, None] == documents[:, None, :end])
+            scores = scores.masked_fill(~mask, float("-inf"))  # (N, size, end)
             weights.append(torch.exp(scores - scores.amax(-1, keepdim=True)).type_as(v))
             sums.append(weights[-1].sum(-1, keepdim=True, dtype=torch.float32))
             outputs.append(((weights[-1] @ v[:, :end]).float() / sums[-1]).type_as(v))
@@ -130,7 +148,7 @@ class BlockedAttention(torch.autograd.Function):
             dq.append(dscores @ k[:, :end])
             dk.append(dscores.transpose(1, 2) @ q[:, begin:end])
             dv.append(weights.transpose(1, 2) @ dy_block)
-        return torch.cat(dq, dim=1), _sum_of_blocks(dk), _sum_of_blocks(dv), None
+        return torch.cat(dq, dim=1), _sum_of_blocks(dk), _sum_of_blocks(dv), None, None
 
 
 def _sum_of_blocks(parts: list[Tensor]) -> Tensor:
@@ -140,13 +158,15 @@ def _sum_of_blocks(parts: list[Tensor]) -> Tensor:
     return torch.cat(rows, dim=1)
 
 
-def blocked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """BlockedAttention of q, k, v (B, n_head, T, head_dim), in two blocks where T allows it."""
-    y = BlockedAttention.apply(*(t.flatten(0, 1) for t in (q, k, v)), 2 if q.size(2) % 2 == 0 else 1)
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+    """BlockedAttention of q, k, v (B, n_head, T, head_dim), in two blocks where T allows it. `documents` as in `visible`."""
+    if documents is not None:
+        documents = documents.repeat_interleave(q.size(1), 0)  # the same for every head
+    y = BlockedAttention.apply(*(t.flatten(0, 1) for t in (q, k, v)), 2 if q.size(2) % 2 == 0 else 1, documents)
     return y.view(q.shape)
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, documents: Tensor | None = None) -> Tensor:
     """The same in one kernel that never stores the weights (Dao et al. 2022, arXiv 2205.14135).
 
     Compiled for a CPU, blocks with a softmax that the compiler fuses take a third of the kernel's time, forward and backward
@@ -154,10 +174,10 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Te
     """
     T, S = q.size(2), k.size(2)
     if q.device.type == "cpu" and torch.compiler.is_compiling() and not dropout and 1 < T == S <= LONGEST_BLOCKED:
-        return blocked_attention(q, k, v)
-    if T in (1, S):  # a single query is the newest token and may look at everything
+        return blocked_attention(q, k, v, documents)
+    if documents is None and T in (1, S):  # a single query is the newest token and may look at everything
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_mask(T, S, q.device), dropout_p=dropout)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible(T, S, q.device, documents), dropout_p=dropout)
 
 
 ATTENTION = {"fused": fused_attention, "reference": reference_attention}
@@ -175,7 +195,9 @@ class CausalSelfAttention(nn.Module):
             self.q_norm = RMSNorm(config.head_dim, gain=config.norm == "rmsnorm")
             self.k_norm = RMSNorm(config.head_dim, gain=config.norm == "rmsnorm")
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: KVCache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: KVCache | None, documents: Tensor | None
+    ) -> Tensor:
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, self.head_dim)  # (B, T, C) -> (B, T, 3, n_head, head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, n_head, T, head_dim)
@@ -186,7 +208,7 @@ class CausalSelfAttention(nn.Module):
         q, k = q.type_as(v), k.type_as(v)  # norms and tables are fp32, the kernel wants one type
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        y = self.attention(q, k, v, self.dropout if self.training else 0.0)
+        y = self.attention(q, k, v, self.dropout if self.training else 0.0, documents)
         y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
@@ -253,8 +275,10 @@ class Block(nn.Module):
         self.ln_1, self.attn = make_norm(config), CausalSelfAttention(config, layer, attention)
         self.ln_2, self.mlp = make_norm(config), MLP(config)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: KVCache | None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), rotary, cache)
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: KVCache | None, documents: Tensor | None
+    ) -> Tensor:
+        x = x + self.attn(self.ln_1(x), rotary, cache, documents)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -327,11 +351,19 @@ class GPT(nn.Module):
         if self.config.embedding_norm:
             x = F.rms_norm(x, (self.config.n_embd,), eps=RMS_EPS)
         x = F.dropout(x, self.config.dropout, self.training)
+        documents = self.documents(idx, cache)
         for block in self.transformer.h:
-            x = block(x, rotary, cache)
+            x = block(x, rotary, cache, documents)
         if cache is not None:
             cache.length = start + T
         return self.transformer.ln_f(x)
+
+    def documents(self, idx: Tensor, cache: KVCache | None = None) -> Tensor | None:
+        """Number of the document of each key (B, S): of idx (B, T) and, with a cache, what is in it; None without the mask."""
+        if not self.config.document_mask:
+            return None
+        begins = idx == self.config.bos_id
+        return begins.cumsum(1, dtype=torch.int32) if cache is None else cache.append_documents(begins)
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., V) in fp32; the columns that only pad the matrix are cut off, so they are never scored or drawn."""

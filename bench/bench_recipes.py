@@ -80,6 +80,7 @@ CHANGES = {
     "qwen3": "--norm rmsnorm --no-embedding-norm --activation swiglu",
     "softcap-15": "--logit-softcap 15",
     "softcap-30": "--logit-softcap 30",
+    "document-mask": "--document-mask",
 }
 
 TABLE = (

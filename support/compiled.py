@@ -78,11 +78,12 @@ class CompiledCache(KVCache):
         shape = (config.n_layer, 2, config.n_head, config.block_size, config.head_dim)
         self._all = on_large_pages(torch.zeros(shape, dtype=dtype))
         self.k, self.v = (list(part.unsqueeze(1).unbind(0)) for part in self._all.unbind(1))
+        self.documents = torch.zeros(1, config.block_size, dtype=torch.int32)
         self.length = 0
 
-    def past(self) -> Tensor:
-        """Keys and values of all layers: (n_layer, 2, n_head, length, head_dim)."""
-        return self._all.narrow(3, 0, self.length)
+    def past(self, begin: int) -> Tensor:
+        """Keys and values of all layers from position `begin` on: (n_layer, 2, n_head, length - begin, head_dim)."""
+        return self._all.narrow(3, begin, self.length - begin)
 
     def push(self, new: Tensor) -> None:
         """Adds one token's keys and values, (n_layer, 2, n_head, head_dim)."""
@@ -119,9 +120,11 @@ class CompiledDecoder(LeanDecoder):
     @torch.inference_mode()
     def step(self, ids: Tensor) -> Tensor:
         cache = self._cache
-        if cache.length < SHORTEST:
+        documents = self.model.documents(ids[:, None], cache)
+        begin = 0 if documents is None else int((documents != documents[:, -1:]).sum())  # of the newest token's document
+        if cache.length - begin < SHORTEST:
             return self._read(ids[:, None])
-        past = cache.past()
+        past = cache.past(begin)
         torch._dynamo.mark_dynamic(past, 3)  # one program for all lengths
         logits, pairs = self._compiled(ids, torch.tensor([cache.length]), past)
         cache.push(pairs)

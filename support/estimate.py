@@ -131,7 +131,7 @@ def estimate_run(config: Config) -> list[str]:
         data, block_size = TokenData.load(config), config.model.block_size
         for split in ("train", "val"):
             data.require_window(split, block_size)
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=data.vocab_size))
+        config = dataclasses.replace(config, model=data.fit(config.model))
         max_iters = count_steps(data.num_tokens("train"), config.train, block_size)
         windows = len(eval_windows(data.num_tokens("val"), block_size, windows))
     with explained_out_of_memory(config):
@@ -230,7 +230,7 @@ def overfit_run(config: Config, say: Callable[[str], None]) -> bool:
     """The exercise on the first micro-batch of the run's own data. Returns whether it was learned."""
     data, block_size = TokenData.load(config), config.model.block_size
     data.require_window("train", block_size)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=data.vocab_size))
+    config = dataclasses.replace(config, model=data.fit(config.model))
     offsets = train_windows(config.run.seed, 0, data.num_tokens("train"), config.train, block_size)
     batch = WindowReader(data, "train", block_size).read(offsets[: config.train.batch_size])
     with explained_out_of_memory(config):

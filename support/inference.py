@@ -30,7 +30,7 @@ from checkpoint import (
     stored_tokenizer,
 )
 from config import ComputeConfig, Config, ModelConfig, flag_of
-from model import GPT, RMS_EPS, Block, KVCache, rotate
+from model import GPT, RMS_EPS, Block, KVCache, rotate, visible
 from support.common import UserError
 from support.device import DTYPES
 from support.hf_gpt2 import from_hf_state, is_hf_folder, load_hf_folder, read_hf_config, read_hf_state, read_hf_tokenizer
@@ -124,6 +124,7 @@ class LeanCache(KVCache):
         self._all = torch.zeros(shape, device=device, dtype=dtype)
         self._wide = torch.zeros(self._all[0].numel(), device=device) if widen else None
         self.k, self.v = (list(part.transpose(2, 3).unbind(0)) for part in self._all.unbind(3))
+        self.documents = torch.zeros(batch_size, config.block_size, device=device, dtype=torch.int32)
         self.length = 0
 
     def slots(self) -> tuple[Tensor, ...]:
@@ -191,11 +192,13 @@ class LeanDecoder(CachedDecoder):
     def step(self, ids: Tensor) -> Tensor:
         cache = self._cache
         x, rotary = self._embed(ids, cache.length)  # (B, C)
+        documents = self.model.documents(ids[:, None], cache)
+        mask = None if documents is None else visible(1, cache.length + 1, x.device, documents)
         for layer, slot, read in zip(self._layers, cache.slots(), cache.readers(), strict=True):
             qkv = layer.qkv(x, rotary)
             slot.copy_(qkv.narrow(1, 1, 2))
             keys, values = read()
-            y = F.scaled_dot_product_attention(qkv.select(1, 0).type_as(keys), keys, values)  # (B, n_head, 1, head_dim)
+            y = F.scaled_dot_product_attention(qkv.select(1, 0).type_as(keys), keys, values, mask)  # (B, n_head, 1, head_dim)
             x += layer.attn_proj(y.reshape(x.shape).type_as(x))
             x += layer.mlp_proj(layer.activate(layer.c_fc(layer.ln_2(x))))
         cache.length += 1

@@ -46,6 +46,8 @@ def activation_bytes(
     mask = half if eager and device_type == "cpu" else 1  # bytes that dropout remembers for a number
     per_token = 2 * norm + heads + mlp + (2 * C * mask if config.dropout else 0)
     weights = config.n_head * config.block_size * weight_bytes(config, half, device_type, compiled, attention)
+    if config.document_mask and attention == "fused" and (eager or device_type != "cpu"):
+        per_token += config.block_size * half  # the mask, as the kernel reads it
     embedded = C * 4 if eager and (config.dropout or config.embedding_norm) else 0
     return round(batch_size * config.block_size * (config.n_layer * (per_token + weights) + norm + embedded))
 

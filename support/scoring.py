@@ -6,7 +6,7 @@ perplexity per word   exp(summed loss / whitespace-separated words of the text a
 bits per byte         summed loss / (ln 2 * UTF-8 bytes of the documents' text)
 
 The first two depend on the tokenizer, so only figures per word or byte compare models with different ones. Documents are
-packed, as in training: a window looks across their boundaries unless they are scored separately.
+packed, as in training: a window looks across their boundaries unless they are scored separately, or the model masks others.
 """
 
 import itertools

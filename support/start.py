@@ -32,7 +32,8 @@ from support.memory import same_tokens
 from tokenizer import BPETokenizer
 
 DATA, TOKENIZER = "data", "tokenizer"
-MODEL = {f.name for f in dataclasses.fields(ModelConfig)} - {"dropout", "vocab_size"}  # the vocabulary is the tokenizer's
+VOCABULARY = {"vocab_size", "bos_id"}  # the tokenizer's
+MODEL = {f.name for f in dataclasses.fields(ModelConfig)} - {"dropout"} - VOCABULARY
 BENDING = MODEL | {"max_iters", "max_epochs", "sampling", "seed", DATA, TOKENIZER}
 SELECTING = ("run", "checkpoint_dir")  # they say where the run is, which may have been moved
 SETTINGS = {f.name for section in SECTIONS.values() for f in dataclasses.fields(section)}
@@ -69,8 +70,7 @@ def new_run(config: Config, init_from: Path | None = None, given: Collection[str
     if init_from is not None:
         config = dataclasses.replace(config, model=initial_model_config(init_from, config, given))
     data, tokenizer = open_inputs(config)
-    model = dataclasses.replace(config.model, vocab_size=data.vocab_size)
-    return Start(dataclasses.replace(config, model=model), data, tokenizer)
+    return Start(dataclasses.replace(config, model=data.fit(config.model)), data, tokenizer)
 
 
 def resumed_run(config: Config, args: argparse.Namespace) -> Start:

@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT
 from tiny_corpus import make_tiny_corpus
 
-from config import PRESETS, TrainConfig, make_config
+from config import PRESETS, ModelConfig, TrainConfig, make_config
 from dataset import (
     IGNORED_TARGET,
     PADDING,
@@ -71,6 +71,14 @@ def test_every_pass_has_another_order_and_every_run_the_same():
     orders = np.concatenate(all_steps(1, 40 * 32, EPOCH, 32))[: 2 * 40].reshape(2, 40)
     assert orders[0].tolist() != orders[1].tolist() and sorted(orders[0]) == sorted(orders[1])
     assert np.concatenate(all_steps(1, 40 * 32, EPOCH, 32)).tolist()[:80] == orders.ravel().tolist()
+
+
+def test_the_vocabulary_says_what_a_document_begins_with(tmp_path: Path):
+    """A mask that looks for our <BOS> in GPT-2's vocabulary, or a setting of it in runs that use no mask."""
+    for kind, mask, expected in (("gpt2", True, 50_256), ("gpt2", False, 2), ("word", True, 2)):
+        meta = {"fingerprint": "", "vocab_size": 50_257, "dtype": "uint16", "splits": {}, "tokenizer_kind": kind}
+        fitted = TokenData(tmp_path, meta, "").fit(ModelConfig(document_mask=mask))
+        assert (fitted.vocab_size, fitted.bos_id) == (50_257, expected)
 
 
 @pytest.mark.parametrize("train", [RANDOM, EPOCH], ids=["random", "epoch"])

@@ -75,6 +75,7 @@ VARIANTS = [
     ({"dropout": 0.1}, "reference"),
     ({"position": "rotary", "activation": "swiglu", "norm": "rmsnorm", "qk_norm": True}, "fused"),
     ({"position": "rotary", "activation": "relu2", "norm": "rmsnorm_plain", "qk_norm": True, "embedding_norm": True}, "fused"),
+    ({"document_mask": True}, "fused"),
 ]
 
 

@@ -30,6 +30,8 @@ VARIANTS = {
 }
 
 
+MASKED = {**NANOCHAT, "document_mask": True, "bos_id": 9}
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -81,6 +83,34 @@ def test_cache_equals_reading_everything(variant: str):
         again, _ = model(idx[:, 7:9], cache=cache, last_only=True)
         assert again.shape == (3, 1, TINY.vocab_size)
         assert torch.allclose(again[:, 0], whole[:, 8], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("path", ["fused", "reference", "compiled", "cache"])
+def test_attention_stays_inside_documents(path: str, monkeypatch: pytest.MonkeyPatch):
+    """Catches a document that sees another, one that begins a token late, numbers that a cache starts anew, lost gradients."""
+    model = scrambled(gpt(attention="reference" if path == "reference" else "fused", **MASKED)).eval()
+    documents = [random_ids(n) for n in (5, 4, 7)]  # the first one's begin lies before the window
+    for seed, document in enumerate(documents):
+        document[document == MASKED["bos_id"]] = 20 + seed
+    documents[1][0] = documents[2][0] = MASKED["bos_id"]
+    idx = torch.stack([torch.cat(documents), random_ids(16)])
+    alone = [GPT.forward(model, document[None])[0][0] for document in documents]
+    if path == "cache":
+        cache = KVCache(model.config, 2, "cpu", torch.float32)
+        parts = [model(idx[:, a:b], cache=cache)[0] for a, b in ((0, 3), (3, 7), (7, 8), (8, 12), (12, 16))]
+        cache.length = 6  # forget, and read on differently
+        assert torch.allclose(model(idx[:, 6:8], cache=cache)[0][0, -1], alone[1][2], atol=1e-5)
+        assert torch.allclose(torch.cat(parts, dim=1)[0], torch.cat(alone), atol=1e-5)
+        return
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: path == "compiled")
+    together = model(idx)[0][0]
+    assert torch.allclose(together, torch.cat(alone), atol=1e-5)
+    weight = model.transformer.h[0].attn.c_attn.weight
+    ours, theirs = (torch.autograd.grad(y.square().sum(), weight)[0] for y in (together, torch.cat(alone)))
+    assert torch.allclose(ours, theirs, atol=1e-3, rtol=1e-4)
+    across = GPT(dataclasses.replace(model.config, document_mask=False))
+    across.load_state_dict(model.state_dict())
+    assert not torch.allclose(across(idx)[0][0, 5:], together[5:], atol=1e-2)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -113,6 +113,7 @@ VARIANTS = {
     "gpt2": {"bias": True, "activation": "gelu_tanh", "tied_head": False},
     "qwen3": ROTARY | {"norm": "rmsnorm", "activation": "swiglu"},
     "nanochat": ROTARY | {"norm": "rmsnorm_plain", "activation": "relu2", "embedding_norm": True, "logit_softcap": 5.0},
+    "documents": ROTARY | {"norm": "rmsnorm_plain", "document_mask": True},
 }
 
 
@@ -122,6 +123,7 @@ def test_cached_logits_equal_those_of_one_pass(variant, kind):
     """Would catch keys stored at the wrong position, or a step that leaves out what a variant of the model adds."""
     model = random_model(tiny_config(tiny_tokenizer("byte"), block_size=12, **VARIANTS[variant]))
     idx = torch.randint(0, model.config.vocab_size, (2, 12))
+    idx[0, [3, 7]] = idx[1, 5] = model.config.bos_id
     decoder = kind(model)
     steps = [decoder.prefill(idx[:, :5]), *(decoder.step(idx[:, t]) for t in range(5, 12))]
     with torch.no_grad():
@@ -254,9 +256,11 @@ def compiled(variant: str, dtype: torch.dtype, scale: float = 0.1) -> CompiledDe
 def test_compiled_steps_give_the_logits_of_one_pass():
     """Would catch a part of a variant left out of a compiled step, a lost bias or scale, and one decoder's program run with the
     weights of another: the steps of all take turns."""
-    kinds = {"gpt2": (torch.int8, 5e-2), "qwen3": (torch.float16, 4e-3), "nanochat": (torch.float32, 1e-5)}
+    kinds = {"gpt2": (torch.int8, 5e-2), "qwen3": (torch.float16, 4e-3)}
+    kinds |= dict.fromkeys(("nanochat", "documents"), (torch.float32, 1e-5))
     decoders = {variant: compiled(variant, dtype) for variant, (dtype, _) in kinds.items()}
     idx = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(2))
+    idx[0, [4, 8]] = 2  # where documents begin
     steps = {variant: [decoder.prefill(idx[:, :1])] for variant, decoder in decoders.items()}
     for t in range(1, 12):
         for variant, decoder in decoders.items():
