@@ -4,7 +4,7 @@ Everything works on arrays of bytes in which END, a byte that UTF-8 never uses, 
 stay inside: a word with its space, or a match of the byte pattern (tokenizer.py says which). Three ideas make it fast:
 
 - A piece of up to 8 bytes, padded with END, is one 64-bit number, so pieces are compared, sorted and hashed as numbers;
-  one of up to 16 bytes is two numbers; the few longer ones are Python bytes in a dict.
+  one of up to 24 bytes is two or three numbers; the few longer ones are Python bytes in a dict.
 - Learning keeps exact counts of those pairs alone that can still win, and where they are. One merge touches only the
   places where its pair occurs, and merges that cannot influence each other are applied together.
 - Encoding looks every piece up in a table of pieces met before, and merges the new ones side by side, in columns.
@@ -29,7 +29,8 @@ from support.unicode_ranges import LETTERS, NUMBERS
 
 END = 0xFF
 WINDOW = 1 << 20  # bytes of text worked on at a time: the arrays of a window stay near the caches
-MARGIN = 16  # bytes behind a window that 8-byte reads may touch
+LANES = (1, 2, 3)  # numbers that a piece may be: a third one saves counting and looking up one piece in a hundred as bytes
+MARGIN = 8 * LANES[-1]  # bytes behind a window that 8-byte reads may touch
 
 # Outside ASCII, str.split() and Unicode's White_Space (the \s of the byte pattern) agree on what is whitespace; inside ASCII
 # the separators U+001C to U+001F are whitespace to str.split() alone.
@@ -303,12 +304,12 @@ def lanes_of(window: np.ndarray, starts: np.ndarray, lengths: np.ndarray, count:
     return tuple(lanes)
 
 
-def by_lanes(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Which pieces are one number, which are two, and which are longer: indices."""
+def by_lanes(lengths: np.ndarray) -> list[np.ndarray]:
+    """Which pieces are one number, which are two, which are three, and which are longer: indices."""
     short = lengths <= 8
     more = np.flatnonzero(~short)
-    long = lengths[more] > 16
-    return np.flatnonzero(short), more[~long], more[long]
+    lanes = np.minimum(lengths[more] + 7 >> 3, LANES[-1] + 1)
+    return [np.flatnonzero(short), *(more[lanes == count] for count in (*LANES[1:], LANES[-1] + 1))]
 
 
 def mixed(lanes: Sequence[np.ndarray]) -> np.ndarray:
@@ -372,24 +373,24 @@ class Counts:
 
     def __init__(self, spans: Callable[[np.ndarray], Spans]) -> None:
         self._spans = spans
-        self._rows: dict[int, list[tuple[tuple[np.ndarray, ...], np.ndarray]]] = {1: [], 2: []}
-        self._pending = {1: 0, 2: 0}
+        self._rows: dict[int, list[tuple[tuple[np.ndarray, ...], np.ndarray]]] = {lanes: [] for lanes in LANES}
+        self._pending = dict.fromkeys(LANES, 0)
         self._long: Counter[Piece] = Counter()
 
     def add_all(self, texts: Iterable[str], threads: int) -> None:
-        for short, medium, long in ordered_map(self._count, windows(texts), threads):
-            self._add(1, short)
-            self._add(2, medium)
+        for *found, long in ordered_map(self._count, windows(texts), threads):
+            for lanes, rows in zip(LANES, found, strict=True):
+                self._add(lanes, rows)
             self._long.update(long)
 
-    def _count(self, texts: Window) -> tuple[Any, Any, list[Piece]]:
+    def _count(self, texts: Window) -> list[Any]:
         window = texts.array()
         starts, lengths, _ = self._spans(window)
         found = []
         *sizes, long = by_lanes(lengths)
-        for lanes, chosen in enumerate(sizes, 1):
+        for lanes, chosen in zip(LANES, sizes, strict=True):
             found.append(distinct(lanes_of(window, starts[chosen], lengths[chosen], lanes)))
-        return *found, long_pieces(window, starts[long], lengths[long])
+        return [*found, long_pieces(window, starts[long], lengths[long])]
 
     def _add(self, lanes: int, rows: tuple[tuple[np.ndarray, ...], np.ndarray]) -> None:
         kept = self._rows[lanes]
@@ -405,12 +406,12 @@ class Counts:
         joined = distinct(columns, np.concatenate([rows[1] for rows in kept]))
         self._rows[lanes], self._pending[lanes] = [joined], 0
         if len(joined[1]) + len(self._long) > self.MOST_DISTINCT:
-            raise ValueError(f"there are more than {self.MOST_DISTINCT:,} different words; learn from a smaller sample")
+            raise ValueError(f"there are more than {self.MOST_DISTINCT:,} different words; learn from less text (--sample-mb)")
 
     def pieces(self) -> tuple[np.ndarray, np.ndarray, int]:
         """Distinct pieces, END behind each, as one uint8 array; how often each occurs, int64; how many were left out."""
         lanes_by_size, counts = [], []
-        filled = [lanes for lanes in (1, 2) if self._rows[lanes]]
+        filled = [lanes for lanes in LANES if self._rows[lanes]]
         list(ordered_map(self._join, filled, cpu_count()))
         for lanes in filled:
             columns, sums = self._rows[lanes][0]
@@ -1107,19 +1108,19 @@ JOB_BYTES = 1 << 19  # of longer ones
 
 
 class PieceTable:
-    """What pieces of up to 8 * `lanes` bytes encode to: open addressing, for whole arrays of pieces at once.
+    """What pieces of `lanes` numbers encode to: open addressing, for whole arrays of pieces at once.
 
     A piece and its value share a row of 16 or 32 bytes: a lookup reads one place in memory (a third less time than two).
     """
 
     def __init__(self, lanes: int) -> None:
-        self.lanes, self.bits, self.size = lanes, 12, 0
+        self.lanes, self.columns, self.bits, self.size = lanes, 2 if lanes == 1 else 4, 12, 0
         self._clear()
 
     def _clear(self) -> None:
         # Lanes from the left, the value at the right; no lane equals UNKNOWN either, whose bytes are not UTF-8.
         # Not `zeros`: NumPy asks for huge pages only where it fills memory itself.
-        self.rows = np.full((1 << self.bits, 2 * self.lanes), UNKNOWN, np.int64).view(np.uint64)
+        self.rows = np.full((1 << self.bits, self.columns), UNKNOWN, np.int64).view(np.uint64)
 
     @property
     def values(self) -> np.ndarray:
@@ -1152,14 +1153,14 @@ class PieceTable:
 
     def insert(self, lanes: Sequence[np.ndarray], values: np.ndarray) -> None:
         """Adds pieces that are not here yet. One that comes twice takes two slots, and the first is found: no harm is done."""
-        rows = np.empty((len(values), 2 * self.lanes), np.uint64)
+        rows = np.empty((len(values), self.columns), np.uint64)
         for i, lane in enumerate(lanes):
             rows[:, i] = lane
         rows.view(np.int64)[:, -1] = values
         self.size += len(rows)
         if 8 * self.size > 5 << self.bits:  # fuller, searches get long; emptier, new memory costs more than they do
             old = self.rows.take(np.flatnonzero(self.values != UNKNOWN), axis=0)
-            self.bits = (3 * self.size).bit_length()
+            self.bits = (5 * self.size // 2).bit_length()
             self._clear()
             self._place(old)
         self._place(rows)
@@ -1183,8 +1184,8 @@ class _LookedUp(NamedTuple):
     """A window on its way: pieces by size, and what each encodes to as far as it is known."""
 
     values: np.ndarray  # (pieces,), UNKNOWN for new ones
-    new: list[np.ndarray]  # indices of the unknown pieces of 1 lane, of 2 lanes, and longer ones
-    lanes: list[tuple[np.ndarray, ...]]  # their numbers, for 1 and 2 lanes
+    new: list[np.ndarray]  # indices of the unknown pieces of 1, 2, and 3 lanes, and of the longer ones
+    lanes: list[tuple[np.ndarray, ...]]  # their numbers, where they are such
     fresh: list[tuple[np.ndarray, ...]]  # the distinct ones of them
     long: list[Piece]  # the longer ones
     before: np.ndarray  # how many pieces come before each END
@@ -1229,7 +1230,7 @@ class Encoder:
         self._forget()
 
     def _forget(self) -> None:
-        self.tables = [PieceTable(1), PieceTable(2)]
+        self.tables = [PieceTable(lanes) for lanes in LANES]
         self.long: dict[Piece, int] = {}
         self.store, self.stored = np.empty(1 << 12, np.int64), 0
         self.tables[0].insert((_PADDING[:1],), np.array([NO_TOKENS]))
@@ -1290,15 +1291,15 @@ class Encoder:
 
     def _learn(self, group: list[_LookedUp], threads: int) -> None:
         """Encodes the unknown pieces of some windows, each once, and puts them in the tables."""
-        fresh = list(ordered_map(lambda i: _fresh(window.fresh[i] for window in group), range(len(self.tables)), threads))
+        fresh = list(ordered_map(lambda i: _fresh(window.fresh[i] for window in group), range(len(LANES)), threads))[::-1]
         long = list(dict.fromkeys(piece for window in group for piece in window.long))
         # The largest jobs first: so the threads end together.
-        jobs = [([], part) for part in _long_parts(long)]
-        jobs += [([part], []) for lanes in fresh[::-1] for part in _parts(lanes, threads)]
+        jobs = [([], part) for part in _long_parts(long)] + [([part], []) for lanes in fresh for part in _parts(lanes, threads)]
         merged = ordered_map(lambda job: self._merge(flatten(*job)), jobs, threads)
         values = np.concatenate([np.zeros(0, np.int64), *map(self._store, merged)])
-        values, *parts = np.split(values, np.cumsum([len(long), len(fresh[1][0])]))
-        list(ordered_map(lambda i: self.tables[i].insert(fresh[i], parts[1 - i]), range(len(parts)), threads))
+        values, *parts = np.split(values, np.cumsum([len(long), *(len(lanes[0]) for lanes in fresh[:-1])]))
+        inserts = [partial(*job) for job in zip((table.insert for table in self.tables[::-1]), fresh, parts, strict=True)]
+        list(ordered_map(lambda insert: insert(), inserts, threads))
         self.long.update(zip(long, values.tolist(), strict=True))
 
     def _assemble(self, window: _LookedUp) -> tuple[np.ndarray, np.ndarray]:
@@ -1378,6 +1379,8 @@ def _fresh(lanes_of_windows: Iterable[tuple[np.ndarray, ...]]) -> tuple[np.ndarr
 def _parts(lanes: tuple[np.ndarray, ...], threads: int) -> Iterator[tuple[np.ndarray, ...]]:
     """About JOB_PIECES pieces each, and as many for one thread as for another."""
     count = len(lanes[0])
+    if count < JOB_PIECES // 4:
+        threads = 1
     rounds = -(-count // (threads * JOB_PIECES))
     size = -(-count // max(1, threads * rounds))
     for low in range(0, count, max(1, size)):

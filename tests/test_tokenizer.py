@@ -345,6 +345,13 @@ def test_the_cache_is_capped(monkeypatch):
         assert len(tokenizer._cache) <= 500
 
 
+def test_too_many_words_are_an_error_with_a_way_out(monkeypatch):
+    """Catches counting that takes all memory on noise, and an error that leaves the user without a next step."""
+    monkeypatch.setattr(bpe.Counts, "MOST_DISTINCT", 3)
+    with pytest.raises(ValueError, match=r"more than 3 different words; learn from less text \(--sample-mb\)"):
+        BPETokenizer.train(["a b c d"], kind="word", vocab_size=30)
+
+
 def test_a_prompt_keeps_its_last_space():
     """Catches a prompt whose last word is cut as training almost never showed it."""
     tokenizer = BPETokenizer.train(["the cat the cat the"], kind="word", vocab_size=30, min_frequency=1)
