@@ -98,12 +98,14 @@ class Bench:
         while measured < LEAST_STEPS or time.perf_counter() - start < seconds:
             if measured < 0 and self.config.train.grad_accum_steps > 1:
                 self.backward()  # the measured peak is that of a micro-batch which finds gradients of another
-            micro, update, forward = self._timed(self.backward), self._timed(self.update), self._timed(self._eval)
+            micro, update = self._timed(self.backward), self._timed(self.update)
             if measured >= 0:
-                times.micro.append(micro), times.update.append(update), times.forward.append(forward)
+                times.micro.append(micro), times.update.append(update)
             else:
                 start = time.perf_counter()
             measured += 1
+        # Behind the steps, as in training: one between two of them would leave the next one caches full of other data.
+        times.forward += [self._timed(self._eval) for _ in range(1 + LEAST_STEPS)][1:]
         return times
 
     @torch.no_grad()

@@ -116,6 +116,9 @@ def memory_by_instant(
         # Measured: holes in the heap, which keeps what is freed (keep_freed_memory), and what kernels take for a moment are
         # together about as much as the logits. Compiled, their pieces are small and the holes with them.
         full["heap"] = full["logits"]
+        if config.compute.attention == "reference":  # its big temporaries, between small things that stay, leave holes as well
+            shape, each = config.model, weight_bytes(config.model, half.itemsize, kind, compiled, "reference")
+            full["heap"] += round(shape.n_layer * shape.n_head * train.batch_size * shape.block_size**2 * each)
     evaluated = logits_bytes(config.model, min(train.eval_batch_size, train.eval_windows), half, kind, compiled)
     # A compiled backward pass gives all gradients at once, which are then added to those of the micro-batches before.
     twice = 2 if compiled and train.grad_accum_steps > 1 else 1
