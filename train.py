@@ -1,7 +1,7 @@
 """Stage 5 of 9: train the model, losing nothing whatever is killed when.
 
 Reads data/CORPUS/tokens/ and tokenizer.json. Writes checkpoints/RUN/: checkpoint_latest.pt, checkpoint_prev1.pt ...,
-checkpoint_best.pt, config.json, metrics.jsonl. Ctrl-C and SIGTERM finish the update, save, and say how to go on.
+checkpoint_best.pt, config.json, metrics.jsonl. Ctrl-C, SIGTERM and a closed terminal finish the update and save.
 The published 126-million-parameter recipe takes under 3 hours on an 8 GB GPU; a checkpoint holds 12 bytes per parameter.
 
     uv run python train.py                              start the run
@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import dataclasses
 import math
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from support.updater import UpdateResult
 
 USES = ["run", "model", "train", "compute", "sample"]
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 COMPILING = ", after compiling, which takes about a minute (--compile off goes without)"
 
 
@@ -116,10 +114,11 @@ class Trainer:
         self.saved_step = self.state.step
 
     def say(self, line: str) -> None:
-        if self.progress is not None:
-            self.progress.print(line)
-        elif self.world.is_main:
-            print(line, flush=True)
+        with self.stop.meets_lost_output():
+            if self.progress is not None:
+                self.progress.print(line)
+            elif self.world.is_main:
+                print(line, flush=True)
 
     # ------------------------------------------------------------------------------------------------------------------
     # The loop
@@ -178,6 +177,8 @@ class Trainer:
 
     def agree(self) -> bool:
         """All processes take up a signal that one of them got. Returns whether `checkpoint_minutes` are over."""
+        from support.distributed import STOP_SIGNALS
+
         minutes = self.config.train.checkpoint_minutes
         over = self.world.is_main and 0 < minutes * 60 < time.monotonic() - self.saved_at
         *signals, over = self.world.sum([*(self.stop.received == signum for signum in STOP_SIGNALS), over])
@@ -206,7 +207,8 @@ class Trainer:
         rate = self.interval_tokens / self.interval_s
         note = f"loss {result.loss:.3f}, lr {lr:.2e}, norm {result.grad_norm:.2f}, {rate:,.0f} tokens/s"
         if self.progress is not None:
-            self.progress.update(note=note)
+            with self.stop.meets_lost_output():
+                self.progress.update(note=note)
         if self.state.step % self.config.train.log_interval == 0:
             mfu = rate * self.updater.model.flops_per_token() / self.peak_flops
             values = {"loss": result.loss, "lr": lr, "grad_norm": result.grad_norm, "tokens_per_s": rate, "mfu": mfu}

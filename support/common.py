@@ -28,7 +28,11 @@ class UserError(Exception):
 
 
 class Terminated(BaseException):
-    """SIGTERM, raised in the main thread so that `finally` and `with` clean up, as KeyboardInterrupt does for SIGINT."""
+    """SIGTERM or SIGHUP, raised in the main thread so that `finally` and `with` clean up, as KeyboardInterrupt for SIGINT."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__()
+        self.signum = signum
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -38,7 +42,7 @@ class Terminated(BaseException):
 def run_main(main: Callable[[Sequence[str] | None], int]) -> NoReturn:
     """Runs a stage's `main` as a command and turns the ways it can end into exit codes.
 
-    0 done, 1 a check failed, 2 a user's mistake or a full disk (one line `error: ...`), 130 / 143 interrupted.
+    0 done, 1 a check failed, 2 a user's mistake or a full disk (one line `error: ...`), 130 / 143 / 129 interrupted.
     Anything else is our bug and keeps its traceback.
     """
     _make_console_safe()
@@ -51,8 +55,8 @@ def run_main(main: Callable[[Sequence[str] | None], int]) -> NoReturn:
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
         print("\ninterrupted", file=sys.stderr)
-    except Terminated:
-        code = 128 + signal.SIGTERM
+    except Terminated as signalled:
+        code = 128 + signalled.signum
         print("\nterminated", file=sys.stderr)
     except BrokenPipeError:
         # The reader of our output went away (`| head`): not a failure. Keep the interpreter from flushing into it again.
@@ -88,7 +92,7 @@ def explain_os_error(error: OSError) -> str | None:
 
 
 def _raise_terminated(signum: int, frame: FrameType | None) -> None:
-    raise Terminated
+    raise Terminated(signum)
 
 
 def _make_console_safe() -> None:

@@ -4,8 +4,10 @@ One process never starts a process group; several are started by torchrun, which
 """
 
 import contextlib
+import errno
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,9 @@ import torch.distributed as dist
 
 from support.common import Terminated, UserError
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# The last one is a terminal that was closed; not every system has it.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
+LOST_OUTPUT = (errno.EPIPE, errno.EIO)
 NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")  # what torchrun sets, and MASTER_ADDR
 
 
@@ -72,7 +76,7 @@ def join_world(device: str) -> World:
 
 
 class StopSignals:
-    """Turns the first SIGINT or SIGTERM into a request, which the training loop meets between two updates.
+    """Turns the first SIGINT, SIGTERM or SIGHUP into a request, which the training loop meets between two updates.
 
     The second one leaves at once. While `immediate` is set (compiling, before any update) the first one is raised where it
     arrives. Used as a context manager, which gives the handlers back at its end.
@@ -87,7 +91,9 @@ class StopSignals:
     def __enter__(self) -> "StopSignals":
         self._previous = {}
         if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
-            self._previous = {signum: signal.signal(signum, self._handle) for signum in STOP_SIGNALS}
+            # nohup tells a process to ignore the end of its terminal, and it shall.
+            wanted = [s for s in STOP_SIGNALS if s == signal.SIGINT or signal.getsignal(s) != signal.SIG_IGN]
+            self._previous = {signum: signal.signal(signum, self._handle) for signum in wanted}
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -105,6 +111,20 @@ class StopSignals:
         finally:
             self.immediate = False
 
+    @contextlib.contextmanager
+    def meets_lost_output(self) -> Iterator[None]:
+        """A terminal that is gone, or a pipe without a reader, met in here stops the run as the signal for it does.
+
+        Raised on, it would cost the steps since the last save, and leave other processes waiting.
+        """
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in LOST_OUTPUT:
+                raise
+            discard_lost_output()
+            self.received = self.received or STOP_SIGNALS[-1]
+
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.received is not None:
             if not self._launched:
@@ -114,9 +134,23 @@ class StopSignals:
         if self.immediate:
             raise stop_exception(signum)
         # print() could be interrupted inside itself; a plain write cannot.
-        os.write(2, b"\nstopping after this update, then saving; a second signal leaves at once\n")
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            os.write(2, b"\nstopping after this update, then saving; a second signal leaves at once\n")
 
 
 def stop_exception(signum: int) -> BaseException:
     """What ends a command with the exit code of this signal."""
-    return KeyboardInterrupt() if signum == signal.SIGINT else Terminated()
+    return KeyboardInterrupt() if signum == signal.SIGINT else Terminated(signum)
+
+
+def discard_lost_output() -> None:
+    """From now on what is printed where nobody reads it goes nowhere, what else is printed arrives."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            os.write(stream.fileno(), b"\n")
+        except OSError as error:
+            if error.errno not in LOST_OUTPUT:
+                raise
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)

@@ -336,9 +336,9 @@ def test_metrics_survive_a_disk_that_is_full_for_a_while(tmp_path: Path):
 # Real processes and signals
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_finishes_the_update_and_saves(signum: int, code: int, tmp_path: Path):
-    """Ctrl-C, or a scheduler's SIGTERM, loses hours."""
+    """Ctrl-C, a scheduler's SIGTERM, or a connection that breaks, loses hours."""
     process = TrainingProcess(tmp_path, [*TINY_RUN, "--run", "a", "--max-iters", "100000", "--checkpoint-interval", "100000"])
     process.wait_until(lambda out: "step 10:" in out)
     process.signal(signum)
@@ -346,6 +346,40 @@ def test_a_signal_finishes_the_update_and_saves(signum: int, code: int, tmp_path
     step = int(re.search(r"stopped at step ([\d,]+); go on with: (.*)", process.output())[1].replace(",", ""))
     assert "go on with: uv run python train.py --corpus tiny --run a --resume" in process.output()
     assert latest("a")["iter"] == step >= 10 and "Traceback" not in process.output()
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_output_that_nobody_reads_any_more_saves(lost: int, tmp_path: Path):
+    """`train.py | head`, or a terminal that is gone, raises inside the loop: the steps since the last save are lost."""
+    close_at_10 = f"""
+import os, sys
+from support import common
+reader, writer = os.pipe()
+os.dup2(writer, {lost})
+os.close(writer)
+sys.stdout, sys.stderr = (open(number, 'w', closefd=False) for number in (1, 2))
+original = common.Progress.update
+def update(self, *args, **kwargs):
+    if self.done == 9:
+        os.close(reader)
+    original(self, *args, **kwargs)
+    print("bar", file=(sys.stdout, sys.stderr)[{lost} - 1], flush=True)
+common.Progress.update = update
+"""
+    arguments = [*TINY_RUN, "--run", "a", "--max-iters", "100000", "--checkpoint-interval", "100000"]
+    process = TrainingProcess(tmp_path, [*arguments, "--eval-interval", "100000"], before=close_at_10)
+    assert process.wait() == 129, process.output()
+    assert latest("a")["iter"] == 10 and "Traceback" not in process.output()
+    assert ("stopped at step 10; go on with:" in process.output()) == (lost == 2)
+
+
+def test_nohup_outlives_the_terminal(tmp_path: Path):
+    """A handler of our own for the signal that nohup has told the process to ignore."""
+    ignored = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    process = TrainingProcess(tmp_path, [*TINY_RUN, "--run", "a", "--max-iters", "200"], before=ignored)
+    process.wait_until(lambda out: "step 10:" in out)
+    process.signal(signal.SIGHUP)
+    assert process.wait() == 0 and latest("a")["iter"] == 200
 
 
 def test_a_signal_inside_a_save_starts_no_further_update(monkeypatch: pytest.MonkeyPatch):
