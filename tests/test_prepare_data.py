@@ -199,7 +199,8 @@ def test_too_little_text_for_a_window(tmp_path: Path, stage: Stage) -> None:
 # Killed and continued
 
 # Commits after each block, so that a kill at any instant leaves something to continue from; has little text in processes too.
-# With SLOW all processes take so many seconds more for a block, so that none is done before it is killed.
+# With SLOW all processes take so many seconds more for a block, so that none is done before it is killed; with STUCK a worker
+# takes a minute for its second block, so that it has work whenever it is killed, on the busiest machine too.
 EAGER = f"""
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
@@ -210,16 +211,19 @@ encoding.PROCESS_BYTES = 1 << 20
 if "SLOW" in os.environ:
     read = corpus.Corpus.read
     corpus.Corpus.read = lambda *block: (time.sleep(float(os.environ["SLOW"])), read(*block))[1]
+if "STUCK" in os.environ and __name__ != "__main__":
+    read, waits = corpus.Corpus.read, iter((0, 60))
+    corpus.Corpus.read = lambda *block: (time.sleep(next(waits)), read(*block))[1]
 if __name__ == "__main__":
     common.run_main(prepare_data.main)
 """
 
 
-def start_eager(tmp_path: Path, config: Config, *more: object, slow: float = 0.0) -> subprocess.Popen:
+def start_eager(tmp_path: Path, config: Config, *more: object, slow: float = 0.0, **environment: str) -> subprocess.Popen:
     script = tmp_path / "eager.py"
     script.write_text(EAGER, encoding="utf-8")
     command = [sys.executable, str(script), *flags(config, *more)]
-    env = {**os.environ, "PYTHONPATH": str(tmp_path), **({"SLOW": str(slow)} if slow else {})}
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), **({"SLOW": str(slow)} if slow else {}), **environment}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True)
 
 
@@ -292,8 +296,8 @@ def test_kill_9_of_a_worker(large: tuple, tmp_path: Path) -> None:
     """A pool that waits for a dead worker hangs for ever."""
     config, whole = large
     start_over(config)
-    process = start_eager(tmp_path, config, "--workers", 2, slow=0.2)
-    wait_for_blocks(process, config, 2)
+    process = start_eager(tmp_path, config, "--workers", 2, STUCK="1")
+    wait_for_blocks(process, config, 1)
     os.kill(children_of(process.pid)[0], signal.SIGKILL)
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 2 and "error: a worker process died" in errors and "it continues" in errors
