@@ -310,8 +310,8 @@ def too_short(config: Config, meta: dict[str, Any]) -> Iterator[str]:
         tokens = meta["splits"][name]["tokens"]
         if tokens < needed:
             share = " (or a larger --val-fraction)" if name == "val" and meta["splits"]["train"]["tokens"] > needed else ""
-            shorter = f"--block-size {tokens - 1} or less" if tokens > 1 else "a shorter --block-size"
-            ways = f"give stage 1 more text{share}, or train with {shorter}"
+            shorter = f", or train with --block-size {tokens - 1} or less" if tokens > 1 else ""
+            ways = f"give stage 1 more text{share}{shorter}"
             yield f"warning: the {name} split has {tokens:,} tokens, but a window needs {needed:,}; {ways}"
 
 

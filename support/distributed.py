@@ -5,10 +5,12 @@ One process never starts a process group; several are started by torchrun, which
 
 import contextlib
 import errno
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -20,6 +22,7 @@ from support.common import Terminated, UserError
 
 # The last one is a terminal that was closed; not every system has it.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
+SAME_SIGNAL_SECONDS = 1.0
 LOST_OUTPUT = (errno.EPIPE, errno.EIO)
 NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")  # what torchrun sets, and MASTER_ADDR
 
@@ -78,12 +81,14 @@ def join_world(device: str) -> World:
 class StopSignals:
     """Turns the first SIGINT, SIGTERM or SIGHUP into a request, which the training loop meets between two updates.
 
-    The second one leaves at once. While `immediate` is set (compiling, before any update) the first one is raised where it
-    arrives. Used as a context manager, which gives the handlers back at its end.
+    The second one leaves at once; one that comes within SAME_SIGNAL_SECONDS is the first again, sent to this process and
+    passed on by the one that started it (`uv run`, a shell script). While `immediate` is set (compiling, before any update)
+    the first one is raised where it arrives. Used as a context manager, which gives the handlers back at its end.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self.received_at = -math.inf
         self.immediate = False
         # torchrun passes the terminal's signal on to processes that had it already, and after 30 s kills them itself.
         self._launched = "TORCHELASTIC_RUN_ID" in os.environ
@@ -127,10 +132,10 @@ class StopSignals:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.received is not None:
-            if not self._launched:
+            if not self._launched and time.monotonic() - self.received_at > SAME_SIGNAL_SECONDS:
                 os._exit(128 + signum)
             return
-        self.received = signum
+        self.received, self.received_at = signum, time.monotonic()
         if self.immediate:
             raise stop_exception(signum)
         # print() could be interrupted inside itself; a plain write cannot.

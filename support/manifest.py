@@ -307,7 +307,12 @@ def _split_notes(manifest: dict[str, Any]) -> list[str]:
         )
     if settings["keep_fraction"] < 1:
         notes.append(f"kept {settings['keep_fraction']:g} of the documents, drawn by hash with seed {settings['shuffle_seed']}")
-    if (splitting["val_below"], splitting["test_below"]) != _fraction_limits(DataConfig(**settings)):
+    wanted = {"val": settings["val_fraction"], "test": settings["test_fraction"]}
+    empty = [split for split, share in wanted.items() if share > 0 and not manifest["documents"][split]]
+    hashed = any(entry["split"] == "hash" for entry in manifest["files"])
+    if empty and hashed and splitting["unit"] != "chunk":
+        notes.append(f"too little text to split: nothing is left for {' and '.join(empty)}; give 100 KB or more")
+    elif (splitting["val_below"], splitting["test_below"]) != _fraction_limits(DataConfig(**settings)):
         notes.append(
             "little text: validation and test take a larger share than asked until the corpus grows, so that each has some"
         )

@@ -293,6 +293,14 @@ def test_few_small_documents_are_split_too(tmp_path: Path) -> None:
     assert found.documents["test"] == 0
 
 
+def test_three_lines_are_no_corpus(tmp_path: Path) -> None:
+    """A text of which nothing is left for validation, presented as one whose validation is a bit larger than asked."""
+    _, found = make_corpus(tmp_path, {"a.txt": b"a b\nc d\ne f\n"})
+    assert found.documents == {"train": 1, "val": 0, "test": 0}
+    notes = " ".join(found.manifest["notes"])
+    assert "too little text to split: nothing is left for val and test" in notes and "larger share" not in notes
+
+
 def test_brought_splits_are_kept(tmp_path: Path) -> None:
     """Published figures are on the published splits."""
 
