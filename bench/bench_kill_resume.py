@@ -150,9 +150,9 @@ def differences(folder: Path, a: str, b: str) -> list[str]:
         pairs = zip(tensors_of(one[key]), tensors_of(other[key]), strict=True)
         if not all(torch.equal(x, y) for x, y in pairs):
             found.append(key)
-    clocks = ("elapsed_s", "tokens_per_s", "mfu")
+    measured = ("elapsed_s", "tokens_per_s", "mfu", "memory_bytes")
     lines = [
-        [{k: v for k, v in r.items() if k not in clocks} for r in records(folder / "checkpoints" / name)] for name in (a, b)
+        [{k: v for k, v in r.items() if k not in measured} for r in records(folder / "checkpoints" / name)] for name in (a, b)
     ]
     return found + (["metrics"] if lines[0] != lines[1] else [])
 

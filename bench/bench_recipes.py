@@ -90,8 +90,10 @@ TABLE = (
     Row("adamw-2M-5e-3-w20", "--warmup-ratio 0.2 --learning-rate 5e-3", 2e6),
     *(Row(f"recipe-2M-{lr}", f"{RECIPE} --learning-rate {lr}", 0.6e6, (1,), BEST) for lr in ("4e-3", "6e-3", "1.5e-2")),
     Row("recipe-2M-1e-2", OURS, 0.6e6, (1, 2, 3), BEST),
-    Row("adamw-8M-2e-3", "--warmup-ratio 0.05 --learning-rate 2e-3", 8e6, (1, 2, 3)),
-    Row("recipe-8M-1e-2", OURS, 3.2e6, (1, 2, 3), "adamw-8M-2e-3"),
+    *(Row(f"recipe-2M-{name}", f"{OURS} {CHANGES[name]}", 0.6e6, (1,), BEST) for name in ("untied", "document-mask")),
+    Row("adamw-8M-2e-3", "--warmup-ratio 0.05 --learning-rate 2e-3", 8e6),
+    Row("adamw-8M-3e-3-w10", "--warmup-ratio 0.1 --learning-rate 3e-3", 8e6, (1, 2, 3)),
+    Row("recipe-8M-1e-2", OURS, 3.2e6, (1, 2, 3), "adamw-8M-3e-3-w10"),
     *(Row(f"abl-{name}", f"{OURS} {change}", 0.33e6, (1,), "abl-recipe") for name, change in CHANGES.items()),
 )
 
