@@ -17,6 +17,7 @@ from torch import Tensor
 from config import ModelConfig
 from model import GPT, KVCache
 from support.common import UserError
+from support.device import silence_compiler
 from support.inference import LeanDecoder, scaled_int8
 
 LARGE_PAGE = 2**21  # bytes
@@ -99,6 +100,7 @@ class CompiledDecoder(LeanDecoder):
     """
 
     def __init__(self, model: GPT) -> None:
+        silence_compiler()
         gather_weights(model)
         super().__init__(model)
         self._compiled = torch.compile(self._logits_and_pairs, fullgraph=True)

@@ -71,7 +71,7 @@ class Device:
             self.line += ", not compiled"
             return model
         t0 = time.perf_counter()
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # a remark on CUDA that is none of a CPU's
+        silence_compiler()
         try:
             compiled = torch.compile(model, mode=_mode(compute), dynamic=False)
             self._try_step(compiled, model, batch)
@@ -107,6 +107,11 @@ def _mode(compute: ComputeConfig) -> str | None:
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:200] if lines else "no message"
+
+
+def silence_compiler() -> None:
+    """Keeps torch from remarking, when it compiles for a CPU, on a machine that has CUDA's tools and no GPU."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def resolve_device(compute: ComputeConfig) -> Device:
