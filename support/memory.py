@@ -1,6 +1,7 @@
 """What training keeps in memory, by a formula with every term named; and running out of it, said in one line with a way out."""
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -119,7 +120,8 @@ def memory_by_instant(
         if config.compute.attention == "reference":  # its big temporaries, between small things that stay, leave holes as well
             shape, each = config.model, weight_bytes(config.model, half.itemsize, kind, compiled, "reference")
             full["heap"] += round(shape.n_layer * shape.n_head * train.batch_size * shape.block_size**2 * each)
-    evaluated = logits_bytes(config.model, min(train.eval_batch_size, train.eval_windows), half, kind, compiled)
+    eval_batch = min(train.eval_batch_size or train.batch_size, train.eval_windows or math.inf)  # 0 windows: the whole split
+    evaluated = logits_bytes(config.model, eval_batch, half, kind, compiled)
     # A compiled backward pass gives all gradients at once, which are then added to those of the micro-batches before.
     twice = 2 if compiled and train.grad_accum_steps > 1 else 1
     return {

@@ -126,6 +126,18 @@ def test_gradients_are_counted_when_they_exist():
     assert counted == {(1, False): [0, 1, 1, 0], (1, True): [0, 1, 1, 0], (2, False): [1, 1, 1, 0], (2, True): [1, 2, 1, 0]}
 
 
+def test_evaluation_in_larger_batches_is_counted():
+    """A peak that lies in the evaluation, left out where it goes over the whole split (0 windows)."""
+    instants = {}
+    for windows in (0, 64, 16):
+        changes = {"batch_size": 2, "eval_batch_size": 64, "eval_windows": windows}
+        config = make_config("wikitext103", {"n_layer": 1, "n_head": 1, "n_embd": 16, "block_size": 32, **changes})
+        model = GPT(config.model)
+        optimizer = build_optimizer(model, config.train, "cpu")
+        instants[windows] = memory_by_instant(config, model, optimizer, cpu(torch.float32))["in an evaluation"]["logits"]
+    assert instants[0] == instants[64] == 4 * instants[16] == 64 * 32 * config.model.padded_vocab_size * 12
+
+
 def test_time_and_disk_arithmetic():
     """Catches an ETA that forgets micro-batches, updates or evaluations, and the copy of a checkpoint that is being written."""
     config = tiny_config(grad_accum_steps=8, eval_interval=100, batch_size=4)
