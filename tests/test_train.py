@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import resource
 import signal
@@ -472,16 +473,25 @@ def test_mistakes_end_in_one_line(stage: Callable):
 # Several processes
 
 
-def start_ranks(folder: Path, count: int, *flags: object, before: str = "") -> list[TrainingProcess]:
-    """The processes that torchrun would start, joined through gloo."""
+def rank_environments(count: int) -> list[dict[str, str]]:
+    """What torchrun would tell each of `count` processes on this machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     shared |= {"TORCHELASTIC_RUN_ID": "test"}
-    arguments = [*TINY_RUN, "--batch-size", "2", "--grad-accum-steps", "4", *flags]
-    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(count)]
-    return [TrainingProcess(folder, arguments, env, before, f"rank{env['RANK']}.txt") for env in ranks]
+    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(count)]
+
+
+SHARED_RUN = (*TINY_RUN, "--batch-size", "2", "--grad-accum-steps", "4")
+
+
+def start_ranks(folder: Path, count: int, *flags: object, before: str = "") -> list[TrainingProcess]:
+    """The processes that torchrun would start, joined through gloo."""
+    return [
+        TrainingProcess(folder, [*SHARED_RUN, *flags], environment, before, f"rank{environment['RANK']}.txt")
+        for environment in rank_environments(count)
+    ]
 
 
 @pytest.mark.parametrize("environment", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "two", "RANK": "0"}])
@@ -506,6 +516,33 @@ def test_one_two_and_three_processes_make_the_same_run(tmp_path: Path):
         for one, other in zip(records("n1", "eval"), records(f"n{count}", "eval"), strict=True):
             assert other["val_loss"] == pytest.approx(one["val_loss"], rel=1e-5)
         assert [r["step"] for r in records(f"n{count}", "train")] == list(range(1, 7))
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setscheduler"), reason="threads cannot be slowed down on this system")
+def test_slow_threads_of_gloo_abort_no_finished_run():
+    """A thread of gloo's that still holds a tensor while the interpreter is torn down ends a good run with SIGABRT."""
+    slow_threads = """
+import os, sys
+from support import distributed
+original = distributed.World.sum
+def sum(self, values):
+    for thread in map(int, os.listdir("/proc/self/task")):
+        os.sched_setaffinity(thread, {min(os.sched_getaffinity(0))})
+        if thread != os.getpid():
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+    return original(self, values)
+distributed.World.sum = sum
+import train
+from support.common import run_main
+run_main(train.main)
+"""
+    # Real interpreters: a forked process has no end that gloo could abort.
+    command = [sys.executable, "-c", slow_threads, *SHARED_RUN, "--run", "a", "--max-iters", "4", "--warmup-iters", "2"]
+    environments = [{**os.environ, "PYTHONPATH": str(ROOT), **environment} for environment in rank_environments(2)]
+    ranks = [subprocess.Popen(map(str, command), env=e, stderr=subprocess.PIPE, text=True) for e in environments]
+    for process in ranks:
+        message = process.communicate(timeout=120)[1]
+        assert process.returncode == 0, message
 
 
 def test_ranks_stop_together_and_another_number_goes_on(tmp_path: Path):
