@@ -118,13 +118,13 @@ class BPETokenizer:
         if len(pieces) == 0:
             raise ValueError("there is no text to learn from: every document is empty or whitespace")
         special = [name.encode() for name in SPECIAL_TOKENS]
-        alphabet, cells, weights = bpe.cells_of(pieces, count, kind == "word", len(special))
+        alphabet, cells = bpe.cells_of(pieces, kind == "word", len(special))
         tokens = special + alphabet
         if len(tokens) > vocab_size:
             room = f"{len(special)} special tokens and {len(alphabet):,} different characters"
             raise ValueError(f"a vocabulary of {vocab_size:,} has no room for the {room} of this text")
-        learner = bpe.Learner(cells, weights, tokens, vocab_size)
-        del pieces, cells, weights
+        learner = bpe.Learner(cells, count, tokens, vocab_size)
+        del pieces, cells
         tokenizer = cls(kind, tokens, learner.learn(special, min_frequency, progress))
         tokenizer.left_out = left_out
         return tokenizer

@@ -56,6 +56,9 @@ def small_windows(monkeypatch) -> random.Random:
 
     def shrink() -> random.Random:
         monkeypatch.setattr(bpe, "WINDOW", rng.choice([4, 32, 1 << 20]))
+        monkeypatch.setattr(bpe, "PENDING_ROWS", rng.choice([1, 20, 1 << 21]))
+        monkeypatch.setattr(bpe, "SLICE_ROWS", rng.choice([1, 3, 1 << 16]))
+        monkeypatch.setattr(bpe, "SMALL_COUNT", rng.choice([1, 3, 1 << 15]))
         monkeypatch.setattr(bpe, "BATCH", rng.choice([1, 2, 64]))
         monkeypatch.setattr(bpe, "BATCH_ROWS", rng.choice([1, 5, 1 << 20]))
         monkeypatch.setattr(bpe, "PARALLEL_ROWS", rng.choice([1, 1 << 20]))
@@ -94,6 +97,20 @@ def test_trainer_equals_naive_rescan_at_every_border(small_windows, monkeypatch)
         assert found == naive_merges(pieces, kind, vocab_size, min_frequency), (kind, texts, vocab_size, min_frequency)
 
 
+def test_counting_in_parts_equals_a_plain_count(small_windows):
+    """Catches pieces that windows, joins or slices lose, or keep apart so that memory grows with the text."""
+    for _ in range(60):
+        rng = small_windows()
+        texts, kind, _, _ = random_corpus(rng)
+        tokenizer = BPETokenizer.train(["a b"], kind=kind, vocab_size=300)
+        counts = bpe.Counts(bpe.word_spans if kind == "word" else bpe.byte_spans)
+        counts.add_all(texts, 1)
+        pieces, found, left_out = counts.pieces()
+        plain = Counter(to_utf8(piece) for text in texts for piece in tokenizer.split(text))
+        listed = pieces.tobytes().split(bytes([bpe.END]))[:-1]
+        assert len(listed) == len(set(listed)) and dict(zip(listed, found.tolist(), strict=True)) == plain and left_out == 0
+
+
 def test_a_large_alphabet_and_wide_cells_train_like_naive():
     """Catches ids that do not fit the cells: thousands of characters, and a vocabulary above 32,767."""
     rng = random.Random(6)
@@ -108,11 +125,20 @@ def test_a_large_alphabet_and_wide_cells_train_like_naive():
 def test_counts_beyond_32_bits():
     """Catches a counter that wraps: of two pairs with 3e9 and 2e9 occurrences the first must be merged first."""
     pieces, counts = np.frombuffer(b"the \xffof \xff", np.uint8), np.array([2_000_000_000, 3_000_000_000])
-    alphabet, cells, weights = bpe.cells_of(pieces, counts, True, 4)
+    alphabet, cells = bpe.cells_of(pieces, True, 4)
     tokens = [name.encode() for name in SPECIAL_TOKENS] + alphabet
-    learner = bpe.Learner(cells, weights, tokens, len(tokens) + 2)
+    learner = bpe.Learner(cells, counts, tokens, len(tokens) + 2)
     merges = learner.learn([], 2, None)
     assert [(tokens[a], tokens[b]) for a, b in merges] == [(b"f", b" "), (b"o", b"f ")]
+
+
+@pytest.mark.parametrize(
+    ("counts", "dtype"), [(np.array([1 << 40, 3, 40_000, 3, 32_767, 32_768]), np.uint16), (np.arange(1, 100_000), np.uint32)]
+)
+def test_numbers_of_counts_stand_for_them(counts: np.ndarray, dtype: type):
+    """Catches numbers that wrap around where there are more different counts than 16 bits have room for."""
+    numbers, meant = bpe.numbered(counts)
+    assert numbers.dtype == dtype and np.array_equal(meant[numbers], counts)
 
 
 def test_the_file_depends_on_text_and_settings_alone(small_windows, monkeypatch):
@@ -254,7 +280,7 @@ def test_ids_up_to_the_largest(vocab_size):
 def test_pieces_may_have_equal_values(lanes):
     """Catches a piece taken for stored because another one that encodes alike (all unknown characters) stands in its place."""
     rng = np.random.default_rng(4)
-    table = bpe.PieceTable(lanes)
+    table = bpe.PieceTable(lanes, fullest=5 / 8)
     pieces = [rng.integers(0, 1 << 62, 9_000).astype(np.uint64) for _ in range(lanes)]
     for low in range(0, 8_000, 2_000):
         table.insert([lane[low : low + 2_000] for lane in pieces], np.full(2_000, 7))
