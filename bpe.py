@@ -1103,6 +1103,82 @@ def merge_columns(
             tokens, orders = _round(tokens, orders, chosen, table, results)
 
 
+def merge_overlapping(
+    symbols: np.ndarray,
+    starts: np.ndarray,
+    sizes: np.ndarray,
+    block: int,
+    table: MergeTable,
+    results: np.ndarray,
+    widths: np.ndarray,
+) -> list[np.ndarray]:
+    """The tokens of pieces longer than `block` symbols, 256 at most; none for a piece that needs longer blocks.
+
+    A piece is cut into blocks that overlap by half, which are merged as if each were a piece; `widths` has every token's
+    symbols. Where a block and the one before have a token in common, the one is left for the other. That is what merging
+    the whole gives: any two tokens side by side are so in a block, where nothing was merged across the border between them;
+    so nothing is in the whole either, since the first such merge would find both as they are in the block at that time.
+    """
+    half = block // 2
+    counts = (sizes - block - 1) // half + 2
+    piece = np.repeat(np.arange(len(sizes)), counts)
+    at = np.repeat(starts, counts) + half * consecutive(np.zeros_like(counts), counts)
+    block_sizes = np.minimum(block, np.repeat(starts + sizes, counts) - at)
+    opens = np.diff(piece, prepend=-1, append=-1) != 0  # whether a block is the first of a piece; behind the last one, True
+    parts: list[list[np.ndarray]] = [[] for _ in sizes]
+    failed = np.zeros(len(sizes), np.bool_)
+    low, entry = 0, 0
+    while low < len(at):
+        high = min(low + BLOCKS, len(at))
+        tokens, owner = _flat(merge_columns(symbols, at[low:high], block_sizes[low:high], table, results), high - low)
+        places = _places(tokens, owner, at[low:high], widths)
+        entries = _entries(tokens, owner, places, at[low:high], half, results[-1])
+        if not opens[low]:
+            entries[0] = entry
+        entries = np.where(opens[low:high], at[low:high], entries)
+        failed[piece[low:high][entries < 0]] = True
+        # The last block here waits for the next ones to say where it is left, unless its piece ends with it.
+        exits = np.where(opens[low + 1 : high + 1], len(symbols), np.append(entries[1:], 0))
+        kept = np.flatnonzero((places >= entries[owner]) & (places < exits[owner]))
+        of_piece = piece[low:high][owner[kept]]
+        for first, last in itertools.pairwise([*boundaries((of_piece,)).tolist(), len(kept)]):
+            parts[of_piece[first]].append(tokens[kept[first:last]])
+        low, entry = (high, 0) if opens[high] else (high - 1, entries[-1])
+    return [results[:0] if fault else np.concatenate(part) for part, fault in zip(parts, failed.tolist(), strict=True)]
+
+
+def _flat(merged: Iterable[Merged], count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of `count` pieces, one piece after the other, and the piece that each belongs to."""
+    merged = list(merged)
+    lengths = np.zeros(count, np.int64)
+    for which, tokens in merged:
+        lengths[which] = len(tokens)
+    firsts = np.cumsum(lengths) - lengths
+    flat = np.empty(lengths.sum(), merged[0].tokens.dtype)
+    for which, tokens in merged:
+        flat[firsts[which] + np.arange(len(tokens))[:, None]] = tokens
+    return flat, np.repeat(np.arange(count), lengths)
+
+
+def _places(tokens: np.ndarray, owner: np.ndarray, at: np.ndarray, widths: np.ndarray) -> np.ndarray:
+    """Each token's first symbol; block i begins at `at[i]`."""
+    ends = np.cumsum(widths[tokens])
+    places = ends - widths[tokens]
+    return places + (at - places[boundaries((owner,))])[owner]
+
+
+def _entries(
+    tokens: np.ndarray, owner: np.ndarray, places: np.ndarray, at: np.ndarray, half: int, hole: np.generic
+) -> np.ndarray:
+    """Where the first token of each block is that the block before has too; -1 for none."""
+    seen = np.full((2, int(places.max() - at[0]) + 1), hole)  # by every other block, which do not overlap, and by those between
+    seen[owner & 1, places - at[0]] = tokens
+    common = np.flatnonzero((seen[1 - (owner & 1), places - at[0]] == tokens) & (places < at[owner] + half))
+    entries = np.full(len(at), -1)
+    entries[owner[common][::-1]] = places[common][::-1]  # of several, the last one written stays
+    return entries
+
+
 def _columns(symbols: np.ndarray, starts: np.ndarray, length: int, padding: np.generic) -> np.ndarray:
     """Pieces of one length as columns between padding, (length + 2, k)."""
     columns = np.full((length + 2, len(starts)), padding, symbols.dtype)
@@ -1155,6 +1231,9 @@ VALUE = np.dtype("<i8")  # of a piece: little-endian, so that its first token is
 UNKNOWN = -2  # no value
 NO_TOKENS = -1  # the value of END alone
 ALONE = 12  # pieces of a job that are merged one by one, the longest
+TALLEST = 256  # symbols of a piece that is merged as one column
+BLOCK_SIZES = (64, 256)  # of longer pieces: the smaller are faster, and hardly ever too small for tokens of a natural text
+BLOCKS = 1 << 13  # merged side by side
 JOB_PIECES = 1 << 16  # merged side by side: the more, the fewer calls; the fewer, the nearer to the caches
 JOB_BYTES = 1 << 19  # of longer ones
 
@@ -1263,11 +1342,12 @@ class Encoder:
         results: Sequence[int],
         symbols: dict[int, int],
         unknown: int,
-        vocab_size: int,
+        widths: Sequence[int],
         characters: bool,
     ) -> None:
         """`symbols` gives the id of a code point (with `characters`) or of a byte, for others it is `unknown`; `results` the
-        token a merge makes."""
+        token a merge makes; `widths` how many symbols each token of the vocabulary has."""
+        vocab_size = len(widths)
         reuse_freed_memory()
         self.ranks, self.result_list = ranks, list(results)
         self.table = MergeTable(ranks, vocab_size)
@@ -1277,6 +1357,12 @@ class Encoder:
         self.symbols = np.full(END_POINT + 1 if characters else 256, unknown, self.dtype)
         self.symbols[list(symbols)] = list(symbols.values())
         self.results = np.array([*self.result_list, vocab_size], self.dtype)  # with padding, as merge_columns takes them
+        self.widths = np.array(widths)
+        self.block_sizes = BLOCK_SIZES
+        if characters:  # every byte is known
+            self.widths[unknown] = 1
+            if unknown in self.result_list:  # no telling then how many symbols it has
+                self.block_sizes = ()
         self.characters = characters
         self.spans = word_spans if characters else byte_spans
         self._forget()
@@ -1390,15 +1476,22 @@ class Encoder:
         symbols = self.symbols[points]
         starts = np.concatenate(([0], ends[:-1] + 1))
         sizes = ends - starts
-        longest = min(256, int(np.sort(sizes)[-ALONE])) if len(sizes) >= ALONE else 0
-        merged = []
-        for i in np.flatnonzero(sizes > longest).tolist():
+        longest = min(TALLEST, int(np.sort(sizes)[-ALONE])) if len(sizes) >= ALONE else 0
+        which = np.flatnonzero(sizes <= longest)
+        columns = merge_columns(symbols, starts[which], sizes[which], self.table, self.results) if len(which) else ()
+        merged = [Merged(which[done], tokens) for done, tokens in columns]
+        rest = np.flatnonzero(sizes > longest)
+        for block in self.block_sizes:
+            tall = rest[sizes[rest] > TALLEST]
+            if sizes[tall].sum() < 16 * block:
+                break
+            found = merge_overlapping(symbols, starts[tall], sizes[tall], block, self.table, self.results, self.widths)
+            done = {i: tokens for i, tokens in zip(tall.tolist(), found, strict=True) if len(tokens)}
+            merged += [Merged(np.array([i]), tokens[:, None]) for i, tokens in done.items()]
+            rest = np.array([i for i in rest.tolist() if i not in done], np.int64)
+        for i in rest.tolist():
             tokens = merge_piece(symbols[starts[i] : ends[i]].tolist(), self.ranks, self.result_list)
             merged.append(Merged(np.array([i]), np.array(tokens, self.dtype)[:, None]))
-        which = np.flatnonzero(sizes <= longest)
-        if len(which):
-            columns = merge_columns(symbols, starts[which], sizes[which], self.table, self.results)
-            merged += [Merged(which[done], tokens) for done, tokens in columns]
         return merged
 
     def _store(self, merged: list[Merged]) -> np.ndarray:

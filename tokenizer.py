@@ -214,7 +214,8 @@ class BPETokenizer:
     def _make_encoder(self) -> bpe.Encoder:
         word = self.kind == "word"
         symbols = {ord(token.decode()) if word else token[0]: i for token, i in self._symbols.items()}
-        return bpe.Encoder(self._ranks, self._results, symbols, UNK_ID, self.vocab_size, characters=word)
+        widths = [len(token.decode() if word else token) for token in self.tokens]
+        return bpe.Encoder(self._ranks, self._results, symbols, UNK_ID, widths, characters=word)
 
     def wrap_document(self, ids: Sequence[int]) -> list[int]:
         """A document as the model sees it: <BOS> ids <EOS>; with GPT-2's vocabulary ids and one end-of-text."""

@@ -340,6 +340,60 @@ def tiktoken_encoding(tiktoken, tokenizer: BPETokenizer):
     return tiktoken.Encoding("test", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 
+def random_merges(rng: random.Random) -> tuple[dict[tuple[int, int], int], list[int], list[str]]:
+    """Merges as a loaded file may have them, two with one result and some before what makes their parts; results, tokens."""
+    tokens = list("abc"[: rng.randint(1, 3)])
+    made: dict[tuple[int, int], int] = {}
+    for _ in range(rng.randint(1, 25)):
+        left, right = rng.randrange(len(tokens)), rng.randrange(len(tokens))
+        text = tokens[left] + tokens[right]
+        if (left, right) in made or len(text) > 12:
+            continue
+        if text not in tokens:
+            tokens.append(text)
+        made[left, right] = tokens.index(text)
+    pairs = list(made)
+    if rng.random() < 0.3:
+        rng.shuffle(pairs)
+    return {pair: rank for rank, pair in enumerate(pairs)}, [made[pair] for pair in pairs], tokens
+
+
+def test_overlapping_blocks_merge_like_the_whole(monkeypatch):
+    """Catches a token cut in two, lost or doubled where blocks or groups of them meet, and blocks that never agree."""
+    rng = random.Random(11)
+    short = whole = 0
+    for _ in range(400):
+        ranks, made, tokens = random_merges(rng)
+        table, results = bpe.MergeTable(ranks, len(tokens)), np.array([*made, len(tokens)], np.uint16)
+        block = rng.choice([4, 8, 30, 64])
+        monkeypatch.setattr(bpe, "BLOCKS", rng.choice([2, 3, 1 << 13]))
+        base = len(set("".join(tokens)))
+        sizes = [block + rng.randint(1, 200) for _ in range(rng.randint(1, 4))]
+        period = rng.choices(range(base), k=rng.choice([1, 2, 3, 5, 1000]))
+        symbols = np.array((period * 2000)[: sum(sizes) + 7], np.uint16)
+        starts = np.cumsum(sizes) - sizes + 7
+        widths = np.array([*map(len, tokens), 1])
+        found = bpe.merge_overlapping(symbols, starts, np.array(sizes), block, table, results, widths)
+        for start, size, ids in zip(starts, sizes, found, strict=True):
+            if len(ids):
+                assert ids.tolist() == bpe.merge_piece(symbols[start : start + size].tolist(), ranks, made)
+            short, whole = short + (len(ids) == 0), whole + (len(ids) > 0)
+    assert short > 20 and whole > 200
+
+
+@pytest.mark.parametrize("kind", ["word", "byte"])
+def test_long_pieces_have_the_ids_of_the_library(kind: str):
+    """Catches symbols of one width taken for another's where pieces of thousands of characters are merged in blocks."""
+    rng = random.Random(12)
+    words = [" ".join(rng.choices(["ab", "abc", "日本", "é", "zzz", "q"], k=200)) for _ in range(30)]
+    tokenizer = BPETokenizer.train(words, kind=kind, vocab_size=340)
+    long = ["".join(rng.choices(words, k=30)).replace(" ", "") for _ in range(3)]
+    texts = [long[0], long[1] + " and", long[2] + "\n\n", "日" * 5_000, "#" * 999]
+    ids, offsets = tokenizer.encode_to_array(texts)
+    for i, text in enumerate(texts):
+        assert ids[offsets[i] : offsets[i + 1]].tolist() == theirs(tokenizer).encode(text).ids
+
+
 def test_no_cliff_on_text_without_a_place_to_cut():
     """Catches quadratic time: each of these takes hours, or the memory of the machine, when merging is quadratic."""
     rng = random.Random(8)
