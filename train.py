@@ -381,7 +381,7 @@ def train_run(config: Config, args: argparse.Namespace, world: "World", stop: "S
     with FolderLock(config.run_dir, f"run {config.run_name}") if world.is_main else contextlib.nullcontext():
         check_start(config, args)  # again: another process may have held the lock
         start = start or resumed_run(config, args)
-        check_schedule(start.config, start.data, world)
+        check_schedule(start.config, start.data, world, start.checkpoint["iter"] if start.checkpoint else 0)
         with explained_out_of_memory(start.config):
             trainer = make_trainer(start, world, stop, args.init_from)
             # Last, so that a run that is started over goes only when the new one can begin.

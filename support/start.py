@@ -111,14 +111,17 @@ def open_inputs(config: Config) -> tuple[TokenData, BPETokenizer]:
     return data, tokenizer
 
 
-def check_schedule(config: Config, data: TokenData, world: World) -> int:
-    """Updates of the whole schedule. Raises UserError where settings that are fine alone do not fit data or processes."""
+def check_schedule(config: Config, data: TokenData, world: World, done: int = 0) -> int:
+    """Updates of the whole schedule. Raises UserError where settings that are fine alone do not fit data, processes, or the
+    number of updates that the run has `done` already."""
     train = config.train
     steps = count_steps(data.num_tokens("train"), train, config.model.block_size)
     if warmup_steps(train, steps) >= steps:
         raise UserError(
             f"warm-up takes {warmup_steps(train, steps):,} of only {steps:,} steps; lower --warmup-iters or train longer"
         )
+    if done > steps:
+        raise UserError(f"the checkpoint has {done:,} steps already, and the schedule ends at {steps:,}; raise --max-iters")
     if world.size > train.grad_accum_steps:
         advice = same_tokens(config, world.size)
         raise UserError(

@@ -194,6 +194,15 @@ def test_override_bends_and_says_so(capsys: pytest.CaptureFixture):
     assert latest("a")["iter"] == 40 and [step for kind, step, *_ in losses("a") if kind == "train"] == list(range(1, 41))
 
 
+def test_a_schedule_that_ends_before_the_checkpoint_is_refused():
+    """A run that has passed its last step already, and so trains for ever."""
+    run("--run", "a", "--max-iters", "20")
+    with pytest.raises(UserError, match="has 20 steps already, and the schedule ends at 15; raise --max-iters"):
+        resume("a", "--max-iters", "15", "--override", "max_iters")
+    resume("a")
+    assert latest("a")["iter"] == 20
+
+
 def test_override_of_what_cannot_fit_or_does_not_exist():
     """Weights of another shape squeezed in, a misspelt name taken for consent."""
     run("--run", "a")
