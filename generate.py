@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tokenizer import BPETokenizer
 
 USES = ["run", "compute", "sample"]
+SIDE_BY_SIDE = 32  # texts of a batch: the more, the more memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--prompt-file", metavar="PATH", help="read the prompt from this file, - is standard input")
     source.add_argument("--interactive", action="store_true", help="ask for prompts; Ctrl-C cancels a text, Ctrl-D leaves")
     parser.add_argument("--checkpoint", metavar="PATH", help="checkpoint file or Hugging Face GPT-2 folder [the run's best]")
-    parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts to write, as one batch [1]")
+    parser.add_argument(
+        "--num-samples", type=int, default=1, metavar="N", help=f"texts to write, {SIDE_BY_SIDE} side by side [1]"
+    )
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of a document")
     parser.add_argument("--no-trailing-space", action="store_true", help="word tokenizer: the prompt's last word may go on")
@@ -167,15 +170,18 @@ class Writer:
 
 
 def write_samples(writer: Writer, prompt: str, prompt_ids: list[int], args: argparse.Namespace, seed: int) -> int:
-    """Prints `--num-samples` texts, one of them streamed, several one after another. Returns the tokens drawn."""
+    """Prints `--num-samples` texts: one as it comes, several batch by batch. Returns the tokens drawn."""
     shown = writer.tokenizer.decode(prompt_ids)
     if args.num_samples == 1 and not args.json:
-        texts = [print_stream(writer, prompt_ids, shown)]
-    else:
-        texts = writer.batch(prompt_ids, args.num_samples)
-        for number, text in enumerate(texts):
-            print(as_json(prompt, number, text, seed) if args.json else f"--- sample {number + 1}\n{shown}{text.text}")
-    return sum(len(text.ids) for text in texts)
+        return len(print_stream(writer, prompt_ids, shown).ids)
+    drawn = 0
+    for first in range(0, args.num_samples, SIDE_BY_SIDE):
+        texts = writer.batch(prompt_ids, min(SIDE_BY_SIDE, args.num_samples - first))
+        for number, text in enumerate(texts, first):
+            line = as_json(prompt, number, text, seed) if args.json else f"--- sample {number + 1}\n{shown}{text.text}"
+            print(line, flush=True)
+        drawn += sum(len(text.ids) for text in texts)
+    return drawn
 
 
 def print_stream(writer: Writer, prompt_ids: list[int], shown: str) -> Text:

@@ -110,10 +110,17 @@ def _raise_terminated(signum: int, frame: FrameType | None) -> None:
 
 
 def _make_console_safe() -> None:
-    """Text with any character can be printed on any console: what it cannot show is escaped instead of raising."""
-    for stream in (sys.stdout, sys.stderr):
+    """Any text can be printed and read on any console: what it cannot show is escaped, what it cannot read replaced.
+
+    Streams that were closed before we came (`>&-`, some service managers) lead nowhere; else the next file opened would take
+    their place.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+        stream = getattr(sys, name)
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors="backslashreplace" if mode == "w" else "replace")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

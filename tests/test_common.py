@@ -157,18 +157,36 @@ def test_a_file_or_dangling_link_in_the_place_of_a_folder_is_one_line(tmp_path: 
 
 
 def test_output_that_the_console_cannot_show_is_escaped() -> None:
-    """A sample with an emoji killing the run on a console that is not UTF-8."""
+    """A sample, or a prompt, with an emoji killing the run on a console that is not UTF-8."""
     process = run_code(
         """
         from support.common import run_main
         def main(argv):
-            print("caf\\u00e9 \\U0001f600"); return 0
+            print("caf\\u00e9 \\U0001f600", len(input())); return 0
         run_main(main)
     """,
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        stdin=subprocess.PIPE,
     )
-    out, err = process.communicate(timeout=20)
-    assert (process.returncode, out) == (0, "caf\\xe9 \\U0001f600\n"), err
+    out, err = process.communicate("\u00e9\n", timeout=20)
+    assert (process.returncode, out) == (0, "caf\\xe9 \\U0001f600 2\n"), err
+
+
+def test_closed_streams_are_no_failure(tmp_path: Path) -> None:
+    """A service that starts us without standard streams: None where one is flushed, or output inside the next file opened."""
+    code = f"""
+        import os, sys
+        from support.common import run_main
+        def main(argv):
+            with open({str(tmp_path / "file")!r}, "w") as file:
+                file.write("a")
+                print("b"); print("c", file=sys.stderr); os.write(1, b"d")
+                return 0 if sys.stdin.read() == "" else 3
+        run_main(main)
+    """
+    command = 'exec "$0" -c "$1" <&- >&- 2>&-'
+    process = subprocess.run(["sh", "-c", command, sys.executable, textwrap.dedent(code)], cwd=ROOT, timeout=20)
+    assert (process.returncode, (tmp_path / "file").read_text()) == (0, "a")
 
 
 def test_progress_without_a_terminal_prints_heartbeats_with_rate_and_eta(monkeypatch, capsys) -> None:

@@ -105,6 +105,14 @@ def test_same_text_streamed_batched_and_without_cache(runs, capsys, kind):
     assert drawn != texts(capsys, *fixed, "--num-samples", 3, "--seed", 6)
 
 
+def test_many_samples_are_drawn_some_at_a_time(runs, capsys, monkeypatch):
+    """Would catch a batch as large as --num-samples says, which takes all memory, and samples numbered or drawn twice."""
+    monkeypatch.setattr(generate, "SIDE_BY_SIDE", 2)
+    drawn = texts(capsys, "--checkpoint", runs / "byte", "--max-new-tokens", 20, "--ignore-eos", "--num-samples", 5)
+    assert [text["sample"] for text in drawn] == [0, 1, 2, 3, 4]
+    assert len({text["text"] for text in drawn}) == 5
+
+
 def test_prompts_from_files_too_long_ones_and_none(runs, capsys, tmp_path):
     """Would catch an index error behind the block, and silence about what is not read."""
     (tmp_path / "prompt.txt").write_text("the quick brown fox \u2603 " * 30, encoding="utf-8")
