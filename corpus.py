@@ -554,6 +554,8 @@ def _require_text_column(path: Path, schema: Any, column: str) -> None:
     if column not in schema.names:
         columns = ", ".join(schema.names[:8])
         raise UserError(f"{path} has no column {column!r} (its columns: {columns}); name the right one with --text-field")
+    if schema.names.count(column) > 1:
+        raise UserError(f"{path} has several columns named {column!r}; rename all but one, or name another with --text-field")
     kind = str(schema.field(column).type)
     if not any(word in kind for word in ("string", "binary")):
         raise UserError(f"{path}: column {column!r} holds {kind}, not text; name the right one with --text-field")

@@ -11,6 +11,15 @@ from pathlib import Path, PurePosixPath
 from corpus import KINDS, kind_of
 from support.common import Progress, UserError, atomic_write, require_free_space
 
+try:
+    import lzma
+except ImportError:  # a Python that was built without it refuses such archives
+    lzma = None
+
+
+# What zipfile raises on wrong bytes, with bzip2 also an OSError without a number.
+DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, *([lzma.LZMAError] if lzma else []))
+
 
 class DamagedArchive(UserError):
     """An archive whose bytes are wrong."""
@@ -27,7 +36,9 @@ def unpack(archive: Path, folder: Path) -> list[Path]:
             members = _members(file, archive)
             require_free_space(folder, sum(info.file_size for info, _ in members), f"unpacking {archive.name}")
             return _extract(file, members, folder)
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+    except (*DAMAGE, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the disk's, not the archive's
+            raise
         raise DamagedArchive(f"{archive} is no readable zip archive ({error}); fetch it again or unpack it by hand") from None
 
 

@@ -220,10 +220,17 @@ def test_unreadable_files_are_named(tmp_path: Path, files: dict, settings: dict,
 
 def test_parquet_of_another_column_or_without_pyarrow(tmp_path: Path) -> None:
     """An import error deep in a stage is no help to a user who lacks an optional package."""
+    import pyarrow as pa
+    from pyarrow import parquet as pq
+
     with pytest.raises(UserError, match=r"no column 'text' \(its columns: id, body\).*--text-field"):
         make_corpus(tmp_path, {"a.parquet": parquet(tmp_path / "x", ["t"], "body")})
     with pytest.raises(UserError, match=r"column 'id' holds int64, not text"):
         make_corpus(tmp_path, {"a.parquet": parquet(tmp_path / "x", ["t"], "body")}, text_field="id")
+    twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(twice, tmp_path / "y.parquet")
+    with pytest.raises(UserError, match="several columns named 'text'"):
+        make_corpus(tmp_path, {"a.parquet": (tmp_path / "y.parquet").read_bytes()})
     (tmp_path / "pyarrow.py").write_text("raise ImportError", encoding="utf-8")
     code = (
         f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n"

@@ -125,6 +125,17 @@ def test_checksums_of_addresses(server: Server, here: Path) -> None:
     assert [f["sha256"] for f in manifest["files"]] == hashes == manifest["source"]["sha256"]
 
 
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_damage_is_one_line_whatever_the_compression(here: Path, method: int) -> None:
+    """A traceback where bzip2 and LZMA have exceptions of their own."""
+    with zipfile.ZipFile(here / "a.zip", "w", method) as archive:
+        archive.writestr("a.txt", "some words in a line\n" * 9_000)
+    data = bytearray((here / "a.zip").read_bytes())
+    data[60:90] = bytes(byte ^ 0x55 for byte in data[60:90])
+    (here / "a.zip").write_bytes(data)
+    assert "a.zip is no readable zip archive" in user_error("--archive", "a.zip", "--corpus", "x")
+
+
 def evil_zip(name: str, mode: int = 0) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
