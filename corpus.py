@@ -302,6 +302,8 @@ class Corpus:
         if self.settings.errors == "replace" and "\ufffd" in text:
             replaced = text.count("\ufffd") - data.count(b"\xef\xbf\xbd")
             counts["invalid byte sequences replaced"] += replaced
+        if "\0" in text:
+            counts["NUL characters kept (usual text has none; is it UTF-16?)"] += text.count("\0")
         return _unix_newlines(text, counts)
 
     def _json_texts(self, path: Path, text: str, part: Part, counts: Counter) -> Iterator[str]:
@@ -473,18 +475,19 @@ def _find_boundary(file: IO[bytes], boundary: re.Pattern[bytes], position: int, 
 
 def _gzip_parts(i: int, path: Path) -> Iterator[Part]:
     """Whole lines of about BLOCK_BYTES; a compressed file cannot be entered in the middle, so the data travels along."""
-    start, rest, before = 0, b"", 0
+    start, rest, before = 0, [], 0  # `rest`: pieces of an unfinished line; joined only once, however long it grows
     with _gzip_errors(path), open(path, "rb") as packed, gzip.open(packed, "rb") as file:
         while data := file.read(BLOCK_BYTES):
             head, newline, tail = data.rpartition(b"\n")
             if not newline:
-                rest += data
+                rest.append(data)
                 continue
-            block, rest, at = rest + head + newline, tail, packed.tell()
+            block, rest, at = b"".join((*rest, head, newline)), [tail] if tail else [], packed.tell()
             yield Part(i, start, start + len(block), at - before, block)
             start, before = start + len(block), at
         if rest:
-            yield Part(i, start, start + len(rest), packed.tell() - before, rest)
+            block = b"".join(rest)
+            yield Part(i, start, start + len(block), packed.tell() - before, block)
 
 
 @contextlib.contextmanager
@@ -557,7 +560,7 @@ def _require_text_column(path: Path, schema: Any, column: str) -> None:
     if schema.names.count(column) > 1:
         raise UserError(f"{path} has several columns named {column!r}; rename all but one, or name another with --text-field")
     kind = str(schema.field(column).type)
-    if not any(word in kind for word in ("string", "binary")):
+    if not re.match(r"(dictionary<values=)?(large_|fixed_size_)?(string|binary)", kind):  # and not a list or struct of them
         raise UserError(f"{path}: column {column!r} holds {kind}, not text; name the right one with --text-field")
 
 

@@ -12,9 +12,10 @@ on two CPU cores, seconds on a GPU.
 
 import argparse
 import contextlib
+import itertools
 import math
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,13 +47,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--by-document", type=int, default=0, metavar="N", help="list the N best and worst documents")
 
 
+def names() -> Iterator[str]:
+    """A, B, ... Z, AA, AB, ..."""
+    for length in itertools.count(1):
+        yield from map("".join, itertools.product(string.ascii_uppercase, repeat=length))
+
+
 def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One model's scores on one split, with what decides whether they compare to another's. `name` is a letter."""
+    """One model's scores on one split, with what decides whether they compare to another's. `name` is a letter or two."""
 
     name: str
     tokenizer: "BPETokenizer"
@@ -222,9 +229,9 @@ def extremes(e: Evaluation, count: int) -> str:
     return "\n".join(lines)
 
 
-def save(args: argparse.Namespace, e: Evaluation, path: Path) -> None:
-    """Keeps the figures of one checkpoint, scored as it is, beside it."""
-    as_it_is = not args.detokenize and args.quantize == "none"
+def save(args: argparse.Namespace, e: Evaluation, path: Path, own_corpus: bool) -> None:
+    """Keeps the figures of one checkpoint, scored as it is on the corpus it was trained on, beside it."""
+    as_it_is = own_corpus and not args.detokenize and args.quantize == "none"
     if path.is_file() and as_it_is and len(args.checkpoint) == 1:
         target = path.with_name(f"evaluation_{args.split}.json")
         write_json(target, {"checkpoint": path.name, "split": args.split, **e.record()})
@@ -233,10 +240,12 @@ def save(args: argparse.Namespace, e: Evaluation, path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     config, args = parse_config(argv, doc=__doc__, uses=USES, add_arguments=add_arguments)
+    if args.by_document < 0:
+        raise UserError(f"--by-document is {args.by_document}, but it must be at least 0")
     from support.inference import open_model, title
 
     evaluations, where = [], None
-    for letter, explicit in zip(string.ascii_uppercase, args.checkpoint, strict=False):
+    for letter, explicit in zip(names(), args.checkpoint, strict=False):
         loaded, path = open_model(config, explicit)
         where = where or data_config(config, args.given, loaded)
         text = open_text(where, args.split, loaded.tokenizer, args.detokenize)
@@ -247,7 +256,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines += [line for other in evaluations[1:] for line in comparisons(evaluations[0], other)]
     lines += [extremes(e, args.by_document) for e in evaluations if args.by_document]
     print("\n".join(lines))
-    save(args, evaluations[0], path)
+    own = data_config(config, {}, loaded).run
+    save(args, evaluations[0], path, (own.corpus, own.variant) == (where.run.corpus, where.run.variant))
     return 0
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tokenizer import BPETokenizer
 
 USES = ["run"]
+BESIDE_WEIGHTS = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +40,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def require_free(folder: Path, overwrite: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder} is a file; name a folder")
-    if not overwrite and folder.exists() and any(folder.iterdir()):
+    names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if names and not overwrite:
         raise UserError(f"--out {folder} is not empty; name another folder, or add --overwrite")
+    foreign = sorted(names.intersection(BESIDE_WEIGHTS))
+    if foreign and not names.intersection(("model.safetensors", "model.safetensors.tmp")):  # a run's folder, a corpus's
+        raise UserError(f"--out {folder} holds {', '.join(foreign)}, which no export wrote; name another folder")
+
+
+def write_weights(folder: Path, state: dict[str, "Tensor"], metadata: dict[str, str]) -> None:
+    """model.safetensors. What an earlier export left beside it goes once the new weights are written, and before they get
+    their name: killed whenever, no folder has the settings or the tokenizer of one model and the weights of another.
+    """
+    from support.hf_gpt2 import write_safetensors
+
+    with atomic_write(folder / "model.safetensors") as file:
+        write_safetensors(file, state, metadata)
+        for name in BESIDE_WEIGHTS:
+            (folder / name).unlink(missing_ok=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -89,11 +106,8 @@ def standard_layout(loaded: "LoadedModel") -> tuple[dict[str, Any], dict[str, "T
 
 def write_hf(loaded: "LoadedModel", folder: Path) -> list[str]:
     """Writes the folder; config.json last, since without it nothing takes the folder for a model. Returns the file names."""
-    from support.hf_gpt2 import write_safetensors
-
     settings, state = standard_layout(loaded)
-    with atomic_write(folder / "model.safetensors") as file:
-        write_safetensors(file, state, {"format": "pt"})
+    write_weights(folder, state, {"format": "pt"})
     write_text(folder / "tokenizer.json", loaded.tokenizer.to_json())
     write_json(folder / "tokenizer_config.json", tokenizer_settings(loaded.tokenizer, loaded.config.model.block_size))
     write_json(folder / "generation_config.json", generation_settings(loaded.tokenizer))
@@ -107,14 +121,11 @@ def write_hf(loaded: "LoadedModel", folder: Path) -> list[str]:
 
 def write_bare(loaded: "LoadedModel", folder: Path) -> list[str]:
     """The state dict under our names, a tied matrix once, with the settings in the header; tokenizer.json beside it."""
-    from support.hf_gpt2 import write_safetensors
-
     state = dict(loaded.model.state_dict())
     if loaded.config.model.tied_head:
         del state["lm_head.weight"]
     settings = {"format": "pt", "model_config": json.dumps(loaded.config.to_dict()["model"])}
-    with atomic_write(folder / "model.safetensors") as file:
-        write_safetensors(file, state, settings)
+    write_weights(folder, state, settings)
     write_text(folder / "tokenizer.json", loaded.tokenizer.to_json())
     return ["model.safetensors", "tokenizer.json"]
 

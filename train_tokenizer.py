@@ -203,17 +203,21 @@ def gpt2_file(config: Config, archive: str | None, name: str) -> bytes:
 
 def read_member(archive: Path, name: str) -> bytes:
     """The bytes of `name` in a folder, or in a zip at any depth. Raises UserError."""
+    from support.archives import DamagedArchive, archive_errors
+
     try:
         if archive.is_dir():
             return (archive / name).read_bytes()
-        with zipfile.ZipFile(archive) as opened:
+        with archive_errors(archive), zipfile.ZipFile(archive) as opened:
             member = next((m for m in opened.namelist() if m.rpartition("/")[2] == name), None)
             if member is not None:
                 return opened.read(member)
     except FileNotFoundError:
         pass
-    except zipfile.BadZipFile:
+    except DamagedArchive:
         raise UserError(f"--archive {archive} is neither a folder nor a sound zip file") from None
+    except RuntimeError:  # a password is needed
+        raise UserError(f"--archive {archive} is encrypted; unpack it by hand and give the folder") from None
     raise UserError(f"--archive {archive} holds no {name}; it needs vocab.bpe and encoder.json")
 
 

@@ -1,11 +1,12 @@
 """Zip archives of text: unpacked safely, or refused."""
 
+import contextlib
 import re
 import stat
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from corpus import KINDS, kind_of
@@ -31,11 +32,17 @@ def unpack(archive: Path, folder: Path) -> list[Path]:
     Raises UserError for a damaged or encrypted archive, for one with a member that would land outside of `folder` (nothing
     is written then), and for one without any file to read.
     """
+    with archive_errors(archive), zipfile.ZipFile(archive) as file:
+        members = _members(file, archive)
+        require_free_space(folder, sum(info.file_size for info, _ in members), f"unpacking {archive.name}")
+        return _extract(file, members, folder)
+
+
+@contextlib.contextmanager
+def archive_errors(archive: Path) -> Iterator[None]:
+    """Makes damage in a zip archive, found by whichever of its decompressors, a DamagedArchive."""
     try:
-        with zipfile.ZipFile(archive) as file:
-            members = _members(file, archive)
-            require_free_space(folder, sum(info.file_size for info, _ in members), f"unpacking {archive.name}")
-            return _extract(file, members, folder)
+        yield
     except (*DAMAGE, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # the disk's, not the archive's
             raise

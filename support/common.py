@@ -20,6 +20,7 @@ from types import FrameType, TracebackType
 from typing import IO, Any, NoReturn
 
 EXIT_USER_ERROR = 2
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, as of any program that a closed pipe ends
 HEARTBEAT_SECONDS = 20.0
 
 
@@ -42,32 +43,58 @@ class Terminated(BaseException):
 def run_main(main: Callable[[Sequence[str] | None], int]) -> NoReturn:
     """Runs a stage's `main` as a command and turns the ways it can end into exit codes.
 
-    0 done, 1 a check failed, 2 a user's mistake or a full disk (one line `error: ...`), 130 / 143 / 129 interrupted.
-    Anything else is our bug and keeps its traceback.
+    0 done, 1 a check failed, 2 a user's mistake, a full disk or too little memory (one line `error: ...`), 130 / 143 / 129
+    interrupted, 141 cut short because nobody reads the output any more. Anything else is our bug and keeps its traceback.
     """
+    _open_closed_streams()
     _make_console_safe()
     signal.signal(signal.SIGTERM, _raise_terminated)
     try:
-        code = main(None)
-        sys.stdout.flush()
+        code = _end_output(main(None))
     except UserError as error:
         code = _fail(str(error))
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-        print("\ninterrupted", file=sys.stderr)
+        _say("\ninterrupted")
     except Terminated as signalled:
         code = 128 + signalled.signum
-        print("\nterminated", file=sys.stderr)
-    except BrokenPipeError:
-        # The reader of our output went away (`| head`): not a failure. Keep the interpreter from flushing into it again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+        _say("\nterminated")
+    except BrokenPipeError:  # `| head`: what was under way is not done, so this is no success
+        _discard(sys.stdout, sys.stderr)
+        code = EXIT_BROKEN_PIPE
     except OSError as error:
         message = explain_os_error(error)
         if message is None:
             raise
         code = _fail(message)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        code = _fail("out of memory; ask for less at a time (workers, batch size, samples), or close other programs")
     _leave(code)
+
+
+def _end_output(code: int) -> int:
+    """`code`, once everything printed has arrived. Where nobody reads the last of it, all work is done all the same."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard(sys.stdout)
+    return code
+
+
+def _discard(*streams: IO[str]) -> None:
+    """What is still printed there goes nowhere; else the interpreter would flush into it again at its end, and fail."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Torch raises a RuntimeError."""
+    known = ("not enough memory", "can't allocate memory", "out of memory")
+    return isinstance(error, MemoryError) or any(text in str(error) for text in known)
 
 
 def _leave(code: int) -> NoReturn:
@@ -85,8 +112,16 @@ def _leave(code: int) -> NoReturn:
 
 
 def _fail(message: str) -> int:
-    print("error: " + " ".join(message.split()), file=sys.stderr)
+    _say("error: " + " ".join(message.split()))
     return EXIT_USER_ERROR
+
+
+def _say(line: str) -> None:
+    """A last line to standard error. Where it cannot go there (nobody reads it, a full disk), the exit code alone tells."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
 
 
 def explain_os_error(error: OSError) -> str | None:
@@ -109,18 +144,28 @@ def _raise_terminated(signum: int, frame: FrameType | None) -> None:
     raise Terminated(signum)
 
 
-def _make_console_safe() -> None:
-    """Any text can be printed and read on any console: what it cannot show is escaped, what it cannot read replaced.
+def _open_closed_streams() -> None:
+    """Standard streams that are closed (`>&-`, some daemons) become the null device.
 
-    Streams that were closed before we came (`>&-`, some service managers) lead nowhere; else the next file opened would take
-    their place.
+    Python has None in their place, and the next file to be opened would get the number: what a library or a worker process
+    prints would land in it.
     """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
+
+
+def _make_console_safe() -> None:
+    """Any text can be printed and read on any console: what it cannot show is escaped, what it cannot read replaced."""
+    for name, errors in (("stdin", "replace"), ("stdout", "backslashreplace"), ("stderr", "backslashreplace")):
         stream = getattr(sys, name)
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace" if mode == "w" else "replace")
+            stream.reconfigure(errors=errors)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

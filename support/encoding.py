@@ -23,7 +23,7 @@ import numpy as np
 
 from bpe import WIDE_WHITESPACE, WORD_WHITESPACE, cpu_count
 from corpus import SPLITS, Block, Corpus, Documents, document_hash
-from support.common import UserError, atomic_write, fsync_dir, misfit, start_worker
+from support.common import UserError, atomic_write, fsync_dir, misfit, require_free_space, start_worker
 from tokenizer import BPETokenizer
 
 COMMIT_SECONDS = 1.0
@@ -486,8 +486,9 @@ class TokenWriter:
         dtype = token_dtype(tokenizer.vocab_size)
         own = {name: dict(figures) for name, figures in self.totals.stats.get("train", {}).items()}
         self.totals.one_pass = {name: figures["tokens"] for name, figures in own.items()}
-        start = 0
-        for name, extra in tokens_to_repeat(self.totals.one_pass, weights).items():
+        start, repeated = 0, tokens_to_repeat(self.totals.one_pass, weights)
+        require_free_space(self.folder, sum(repeated.values()) * dtype.itemsize, "repeating sources up to their weight")
+        for name, extra in repeated.items():
             tokens = own[name]["tokens"]
             lengths = [tokens] * (extra // tokens)
             lengths.append(nearest_end(self.part_path("train"), dtype, tokenizer.eos_id, start, tokens, extra % tokens))

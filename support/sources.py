@@ -180,17 +180,23 @@ class Input(Source):
         """Every file once, in the order given and sorted within a folder. Raises UserError where there is none."""
         found: dict[str, SourceFile] = {}
         skipped: list[str] = []
+        dead: list[str] = []  # of a known kind by their names, but no files
         for path in self.paths:
             for file in self._files_of(path.absolute()):
                 if path.is_dir() and kind_of(file) is None:
                     skipped.append(str(file))
+                elif path.is_dir() and not file.is_file():
+                    dead.append(str(file))
                 else:
                     found.setdefault(os.path.realpath(file), SourceFile.of(file))
+        remarks = [describe_skipped(skipped)] if skipped or not dead else []
+        if dead:
+            remarks.append(f"skipped {len(dead):,} that are no files (links that lead nowhere, pipes): {', '.join(dead[:3])}")
         if not found:
             where = ", ".join(str(path) for path in self.paths)
-            raise UserError(f"{where} holds no file that can be read ({describe_skipped(skipped)}); kinds: {', '.join(KINDS)}")
-        if skipped and report:
-            print(describe_skipped(skipped), flush=True)
+            raise UserError(f"{where} holds no file that can be read ({'; '.join(remarks)}); kinds: {', '.join(KINDS)}")
+        if report and (skipped or dead):
+            print("\n".join(remarks), flush=True)
         return list(found.values())
 
     def _files_of(self, path: Path) -> Iterator[Path]:
@@ -200,8 +206,11 @@ class Input(Source):
             yield path
         elif path.is_dir():
             yield from self._files_below(path, set())
+        elif path.exists():
+            raise UserError(f"{path} is neither a file nor a folder; input is read more than once, so write it to a file first")
         else:
-            raise UserError(f"{path} does not exist; check the path given to --input")
+            problem = "is a link that leads nowhere" if path.is_symlink() else "does not exist"
+            raise UserError(f"{path} {problem}; check the path given to --input")
 
     def _files_below(self, folder: Path, above: set[str]) -> Iterator[Path]:
         """Sorted, without hidden entries; links are followed, but not in circles."""
@@ -213,8 +222,8 @@ class Input(Source):
                 continue
             if path.is_dir():
                 yield from self._files_below(path, above | {real})
-            elif path.is_file():
-                yield path
+            else:
+                yield path  # also what is no file (a link that leads nowhere, a pipe), to be named among what is skipped
 
 
 # ----------------------------------------------------------------------------------------------------------------------

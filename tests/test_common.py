@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -215,3 +216,73 @@ def test_free_space_is_checked_on_the_nearest_existing_folder(tmp_path: Path) ->
 def test_durations(seconds: float, text: str) -> None:
     """A wrong carry between minutes, hours and days."""
     assert format_duration(seconds) == text
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a shell's redirections")
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_are_nowhere(tmp_path: Path, closed: str) -> None:
+    """A traceback under `>&-`, and what is printed (by a worker process too) in the first file that is opened."""
+    code = f"""
+import os, subprocess, sys
+sys.path.insert(0, {str(ROOT)!r})
+from support.common import Progress, run_main
+def main(argv):
+    with open("data.bin", "wb") as file, Progress(1, "work") as progress:
+        print("printed"), print("printed", file=sys.stderr)
+        os.write(1, b"by a library"), os.write(2, b"by a library")
+        subprocess.run([sys.executable, "-c", "print(1); import sys; sys.stdin.read()"], check=True)
+        sys.stdin.read(), progress.update(), file.write(b"data")
+    return 0
+run_main(main)
+"""
+    (tmp_path / "x.py").write_text(code, encoding="utf-8")
+    command = f"{shlex.quote(sys.executable)} x.py {closed}"
+    result = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, stdin=subprocess.DEVNULL, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "data.bin").read_bytes() == b"data"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows reports a closed pipe otherwise")
+@pytest.mark.parametrize(("early", "code"), [(True, 141), (False, 0)])
+def test_a_closed_pipe_is_success_only_for_work_that_is_done(tmp_path: Path, early: bool, code: int) -> None:
+    """`prepare_data.py | head -1 && train.py`: exit code 0 for a stage that was cut short at its first line."""
+    process = run_code(
+        f"""
+        import sys; from pathlib import Path; from support.common import run_main
+        def main(argv):
+            sys.stdin.readline()
+            print("a line", flush={early})
+            Path({str(tmp_path / "work")!r}).write_text("done"); return 0
+        run_main(main)
+    """,
+        stdin=subprocess.PIPE,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+    )
+    process.stdout.close()
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    assert process.wait(20) == code
+    assert process.stderr.read() == ""
+    assert (tmp_path / "work").exists() == (not early)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_an_error_line_that_cannot_be_written_keeps_its_exit_code() -> None:
+    """Code 1, as of a failed check or a bug, where the log that takes the error line lies on a full disk."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom support.common import UserError, run_main\n"
+    code += "def main(argv): raise UserError('a mistake')\nrun_main(main)"
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        assert subprocess.run([sys.executable, "-c", code], stderr=full, timeout=60).returncode == 2
+
+
+@pytest.mark.parametrize("error", ["MemoryError()", 'RuntimeError("DefaultCPUAllocator: can\'t allocate memory: 9 bytes")'])
+def test_too_little_memory_is_one_line_and_code_2(error: str) -> None:
+    """A traceback of torch's or NumPy's for what is too large for the machine."""
+    process = run_code(f"""
+        from support.common import run_main
+        def main(argv):
+            raise {error}
+        run_main(main)
+    """)
+    assert process.wait(20) == 2
+    assert process.stderr.read().startswith("error: out of memory; ask for less")

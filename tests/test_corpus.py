@@ -428,3 +428,25 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert (tmp_path / "wiki.train.raw").stat().st_size > 90e6
     assert int(shown) < 60_000  # kilobytes
+
+
+def test_parquet_columns_that_cannot_be_meant(tmp_path: Path) -> None:
+    """A traceback (KeyError) for two columns of one name; `no readable parquet file` for a sound one with lists of text."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    twice = pa.Table.from_arrays([pa.array(["a b"] * 3), pa.array(["c"] * 3)], names=["text", "text"])
+    for name, table, message in (
+        ("twice", twice, "several columns named 'text'"),
+        ("lists", pa.table({"text": [["a"]] * 3}), r"column 'text' holds list<.*not text"),
+        ("tables", pa.table({"text": [{"text": "a"}] * 3}), r"column 'text' holds struct<.*not text"),
+    ):
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(table, path)
+        with pytest.raises(UserError, match=message):
+            make_corpus(tmp_path, {path.name: path.read_bytes()}, name)
+
+
+def test_nul_characters_are_counted(tmp_path: Path) -> None:
+    """UTF-16 without its mark is valid UTF-8 as long as it is English, and was taken without a word."""
+    text = "\n\n".join(make_texts(60)).encode("ascii", "ignore").decode().encode("utf-16-le")
+    _, found = make_corpus(tmp_path, {"a.txt": text})
+    assert any("NUL characters kept" in note and f"{text.count(0):,}" in note for note in found.manifest["notes"])

@@ -302,6 +302,23 @@ def test_own_folder(here: Path, capsys: pytest.CaptureFixture) -> None:
     assert manifest_of(here, "custom")["settings"]["val_fraction"] == 0.02  # another source, the defaults again
 
 
+def test_what_is_no_file_is_named(here: Path, capsys: pytest.CaptureFixture) -> None:
+    """A folder of links whose disk is not mounted passed over in silence; a pipe that `does not exist`."""
+    (here / "notes").mkdir()
+    (here / "notes/there.txt").write_text("Some words of a book.\n\n" * 500, encoding="utf-8")
+    (here / "notes/gone.txt").symlink_to("/nowhere/gone.txt")
+    (here / "notes/round.txt").symlink_to("round.txt")
+    os.mkfifo(here / "notes/pipe.txt")
+    assert run("--input", "notes") == 0
+    out = capsys.readouterr().out
+    assert "skipped 3 that are no files" in out and "gone.txt" in out
+    assert len(manifest_of(here, "custom")["files"]) == 1
+    assert "neither a file nor a folder" in user_error("--input", "notes/pipe.txt")
+    assert "leads nowhere" in user_error("--input", "notes/gone.txt")
+    (here / "notes/there.txt").unlink()
+    assert "skipped 3 that are no files" in user_error("--input", "notes")
+
+
 @pytest.mark.parametrize("text", ["{}", "[1]", '{"format": 1, "files": 3}', "{", '{"settings": {"nonsense": 1}}'])
 def test_a_damaged_manifest(here: Path, text: str, capsys: pytest.CaptureFixture) -> None:
     """A manifest that cannot be used stops the very command that would mend it."""

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -176,6 +177,21 @@ def test_several_models_side_by_side_with_warnings(workplace, capsys):
     assert "before its spacing was undone" in capsys.readouterr().out
 
 
+def test_any_number_of_models_has_names():
+    """The twenty-seventh checkpoint, and all behind it, left out without a word."""
+    found = list(itertools.islice(evaluate.names(), 800))
+    assert found[:2] == ["A", "B"] and found[25:28] == ["Z", "AA", "AB"] and len(set(found)) == 800
+
+
+def test_figures_of_another_corpus_are_not_kept_as_the_runs_own(workplace, capsys):
+    """evaluation_val.json, which report.py shows as the run's, replaced by figures of some other text."""
+    before = run(workplace, "--run", "own")
+    shutil.copytree(workplace / "data" / "mine", workplace / "data" / "other")
+    assert run(workplace, "--run", "own", "--stride", "16", "--corpus", "other") == before
+    assert "wrote" not in capsys.readouterr().out.split("stride 16")[1]
+    assert run(workplace, "--run", "own", "--stride", "16") != before
+
+
 def test_a_smaller_stride_gives_context_not_other_tokens(workplace):
     """Would catch a stride that changes which tokens count."""
     plain, sliding = run(workplace, "--run", "own"), run(workplace, "--run", "own", "--stride", "8")
@@ -202,6 +218,8 @@ def test_mistakes_are_one_line(workplace, stage, tmp_path):
     fixed = ["--checkpoint-dir", str(workplace / "runs"), "--run", "own", "--device", "cpu"]
     with pytest.raises(UserError, match="--stride is 33, but it must be from 1 to the model's block of 32"):
         evaluate.main([*fixed, "--stride", "33"])
+    with pytest.raises(UserError, match="--by-document is -1, but it must be at least 0"):
+        evaluate.main([*fixed, "--by-document", "-1"])
     result = stage("evaluate.py", *fixed, "--corpus", "nowhere")
     assert_user_error(result, "nowhere", "download_data.py")
 

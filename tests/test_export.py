@@ -215,6 +215,34 @@ def test_bare_weights_hold_the_model(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True))
 
 
+def test_overwriting_never_mixes_two_models(tmp_path, monkeypatch):
+    """Old settings or another tokenizer beside new weights after a kill or a change of format; and a run's own config.json, or
+    a corpus's tokenizer, replaced under --overwrite.
+    """
+    import export
+
+    tokenizer = tiny_tokenizer("byte")
+    config = tiny_config(tokenizer)
+    path = save_run(tmp_path / "run", tokenizer, config, random_model(config))
+    (tmp_path / "run" / "config.json").write_text("{}", encoding="utf-8")
+    common = ["--checkpoint", str(path), "--overwrite", "--out"]
+    with pytest.raises(UserError, match=r"holds config\.json, which no export wrote"):
+        export.main([*common, str(tmp_path / "run")])
+    folder = tmp_path / "out"
+    assert export.main([*common, str(folder)]) == 0
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(export, "write_text", killed)  # the first step behind the weights
+        export.main([*common, str(folder)])
+    assert [p.name for p in folder.iterdir()] == ["model.safetensors"]
+    assert export.main([*common, str(folder)]) == 0
+    assert export.main([*common, str(folder), "--format", "safetensors"]) == 0
+    assert sorted(p.name for p in folder.iterdir()) == ["model.safetensors", "tokenizer.json"]
+
+
 def damage(folder: Path, what: str) -> str:
     """Spoils one thing in a folder; returns what the error must name."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -430,6 +430,19 @@ def test_exact_repeats_are_dropped(tmp_path: Path, stage: Stage) -> None:
     assert stage("prepare_data.py", *flags(config, "--check", "--dedup", "exact")).returncode == 0
 
 
+def test_a_mix_larger_than_the_disk_is_refused_first(tmp_path: Path, stage: Stage) -> None:
+    """Weights mistyped by some zeros, which filled the whole disk before they ended in an error."""
+    for name, seed in (("large", 1), ("small", 2)):
+        make_corpus(tmp_path, {f"{name}.jsonl": jsonl(make_texts(60, seed))}, name)
+    config, _ = make_corpus(tmp_path, {"c.jsonl": jsonl(make_texts(30, 3))}, "both")
+    (config.raw_dir / "manifest.json").unlink()
+    stage("prepare_data.py", *flags(config, "--mix", "large:1e12,small:1"))
+    give_tokenizer(config, load_corpus(config))
+    result = stage("prepare_data.py", *flags(config), timeout=60)
+    assert_user_error(result, "no space left", "repeating sources up to their weight needs")
+    assert not (config.tokens_dir / "train.bin").exists()
+
+
 def test_mix_has_the_shares_asked_for(tmp_path: Path, stage: Stage) -> None:
     """Weights that are documented and not applied, and a small source repeated many times unknowingly."""
     make_corpus(tmp_path, {"a.jsonl": jsonl(make_texts(4_000, 1))}, "large")

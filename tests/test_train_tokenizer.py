@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 
 import pytest
 from conftest import ROOT, assert_user_error
@@ -81,6 +82,12 @@ def test_gpt2_archive_must_be_the_published_one(stage, books, tmp_path):
     assert_user_error(stage(*command, "none.zip"), "holds no vocab.bpe")
     (tmp_path / "bad.zip").write_bytes(b"no zip")
     assert_user_error(stage(*command, "bad.zip"), "neither a folder nor a sound zip file")
+    with zipfile.ZipFile(tmp_path / "flipped.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("vocab.bpe", "some words of a text in lines\n" * 5_000)
+    data = bytearray((tmp_path / "flipped.zip").read_bytes())
+    data[60:90] = bytes(30)
+    (tmp_path / "flipped.zip").write_bytes(data)  # once a traceback (zlib.error)
+    assert_user_error(stage(*command, "flipped.zip"), "neither a folder nor a sound zip file")
     for name in ("vocab.bpe", "encoder.json"):
         (tmp_path / name).write_text("{}", encoding="utf-8")
     assert_user_error(stage(*command, tmp_path), "is not the published file")
