@@ -137,6 +137,10 @@ def explain_os_error(error: OSError) -> str | None:
         return f"{where} is in the way: a folder of that name is needed; remove it, or choose another folder"
     if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT):
         return f"{where}: {os.strerror(error.errno).lower()}; check the path"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{where} is one open file more than allowed here; raise the limit (ulimit -n) or use fewer --workers"
+    if error.errno is not None and error.filename is not None:  # a circle of links, a failing disk, a share that went away
+        return f"{where}: {os.strerror(error.errno).lower()}; check the path and what it lies on"
     return None
 
 

@@ -311,7 +311,7 @@ def _get(session: _Session, url: str, headers: dict[str, str]) -> requests.Respo
         response = session.get(url, headers=headers, stream=True, timeout=TIMEOUT_SECONDS)
     except (requests.ConnectionError, requests.Timeout) as error:
         raise _Fault(_innermost(error), final=isinstance(error, requests.exceptions.SSLError)) from None
-    except (requests.RequestException, HTTPError) as error:  # too many redirects, an address that cannot be parsed
+    except (requests.RequestException, HTTPError, ValueError) as error:  # too many redirects, to what is no address
         raise _Fault(_innermost(error), final=True) from None
     status = response.status_code
     if status in (200, 206) or (status == 416 and "Range" in headers):

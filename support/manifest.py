@@ -17,6 +17,7 @@ from support.common import Progress, UserError, fingerprint, misfit, read_json, 
 
 FEW_DOCUMENTS = 20  # below this, documents are cut into pieces, else a split would be a document or none
 FEW_BYTES = 4_096  # a split with less text than this gets more documents: about two windows of 512 tokens
+LEAST_SHARE = 1e-12  # of a source of a mix, beside the one with the largest weight
 POLICIES = {"bom": "one leading dropped per file", "newlines": "CRLF becomes LF", "empty documents": "dropped"}
 
 
@@ -124,7 +125,10 @@ def make_mix(config: Config, text: str) -> None:
         raise UserError(f"--mix {text}: a mix cannot hold itself; name the mix with --corpus NAME")
     if path.exists() and "mix" not in read_json(path, download_command(config)):
         raise UserError(f"{path} describes a corpus that is no mix; name the mix with another --corpus NAME")
-    members = {member: load_corpus(config.with_settings({"corpus": member})) for member in weights}
+    try:
+        members = {member: load_corpus(config.with_settings({"corpus": member})) for member in weights}
+    except ValueError as error:  # a name that can be no corpus's
+        raise UserError(f"--mix {text}: {error}") from None
     for member, corpus in members.items():
         if corpus.weights or corpus.splitting["unit"] == "chunk":
             raise UserError(f"--mix {text}: {member} is itself a mix or split by chunks; mix plain corpora")
@@ -146,6 +150,8 @@ def _parse_mix(text: str) -> dict[str, float]:
         if not name or name in weights or not 0 < weight < float("inf"):
             raise UserError(f"--mix {text}: {entry!r} is no NAME:WEIGHT with a weight above 0, each name once")
         weights[name] = weight
+    if min(weights.values()) < max(weights.values()) * LEAST_SHARE:
+        raise UserError(f"--mix {text}: no text can be repeated often enough for weights that are so far apart")
     return weights
 
 

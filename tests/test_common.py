@@ -139,6 +139,18 @@ def test_other_failures_keep_their_traceback() -> None:
     assert explain_os_error(OSError(errno.EIO, "Input/output error")) is None
 
 
+@pytest.mark.skipif(os.name == "nt", reason="makes links and limits of Unix")
+def test_whatever_the_system_says_of_a_file_is_one_line(tmp_path: Path) -> None:
+    """A traceback for links in a circle, a socket, a share that went away, or too few files that may be open."""
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(OSError) as caught:
+        (tmp_path / "a").read_bytes()
+    assert explain_os_error(caught.value).startswith(f"{tmp_path / 'a'}: ")
+    assert "ulimit -n" in explain_os_error(OSError(errno.EMFILE, "Too many open files", "x.bin"))
+    assert "share/x.bin: " in explain_os_error(OSError(errno.ENOTCONN, "Transport endpoint is not connected", "share/x.bin"))
+
+
 def test_json_holds_a_path_of_any_bytes(tmp_path: Path) -> None:
     """A traceback (UnicodeEncodeError) of a run under a folder whose name is not UTF-8, when its config.json is written."""
     value = {"data_dir": os.fsdecode(b"d\xff"), "corpus": "é"}

@@ -397,6 +397,8 @@ def test_mix_reads_its_members_one_after_the_other(tmp_path: Path) -> None:
         ("one:0", "above 0"),
         ("both:1", "hold itself"),
         ("three:1", "is missing"),
+        ("one:1;two:1", "one:1;two.*plain name"),  # once a traceback
+        ("one:1e300,two:1e-300", "far apart"),  # once a division by zero, at the end of stage 3
     ):
         with pytest.raises(UserError, match=message):
             make_mix(config, wrong)

@@ -188,6 +188,14 @@ def test_two_versions_are_never_mixed(server: Server, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["f0", "f1", "f2", "same"]
 
 
+def test_a_redirect_to_what_is_no_address(server: Server, tmp_path: Path) -> None:
+    """A traceback (ValueError) where a server names an address that cannot be parsed."""
+    for place in ("http://[::1", "//[", "http://a]b/"):
+        server.script["/f"] = [loopback.status(302, {"Location": place})]
+        with pytest.raises(UserError, match="could not fetch f"):
+            download([f"{server.url}/f"], tmp_path / "f")
+
+
 def test_only_https_off_this_machine(server: Server, tmp_path: Path) -> None:
     """Plain HTTP, another scheme, or a redirect that leaves HTTPS is followed."""
     for url in [

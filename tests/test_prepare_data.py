@@ -436,7 +436,7 @@ def test_a_mix_larger_than_the_disk_is_refused_first(tmp_path: Path, stage: Stag
         make_corpus(tmp_path, {f"{name}.jsonl": jsonl(make_texts(60, seed))}, name)
     config, _ = make_corpus(tmp_path, {"c.jsonl": jsonl(make_texts(30, 3))}, "both")
     (config.raw_dir / "manifest.json").unlink()
-    stage("prepare_data.py", *flags(config, "--mix", "large:1e12,small:1"))
+    stage("prepare_data.py", *flags(config, "--mix", "large:1e11,small:1"))
     give_tokenizer(config, load_corpus(config))
     result = stage("prepare_data.py", *flags(config), timeout=60)
     assert_user_error(result, "no space left", "repeating sources up to their weight needs")
