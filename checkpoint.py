@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from config import ComputeConfig, Config, ModelConfig
-from support.common import UserError, atomic_write, fsync_dir, misfit, require_free_space, temporary_of
+from support.common import UserError, atomic_write, explain_os_error, fsync_dir, misfit, require_free_space, temporary_of
 
 if TYPE_CHECKING:
     from model import GPT
@@ -210,6 +210,8 @@ def load_checkpoint(path: Path, verify: bool = False) -> dict[str, Any]:
     except MemoryError:
         raise
     except Exception as error:  # whatever the unpickler meets in foreign or damaged bytes
+        if isinstance(error, OSError) and error.filename is not None and (message := explain_os_error(error)):
+            raise UserError(message) from None  # not opened at all: permissions, the disk
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         raise DamagedCheckpoint(f"{path} is damaged or no checkpoint ({reason})") from None
     _check_layout(path, checkpoint)

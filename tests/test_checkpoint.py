@@ -242,6 +242,16 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(
     assert not Path("run-by-the-unpickler").exists()
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_cannot_be_opened_is_not_called_damaged(tmp_path: Path, verify: bool):
+    """`is damaged ...; train again` of a good checkpoint whose permissions, or whose disk, keep it from being read."""
+    path = tmp_path / "checkpoint_latest.pt"
+    path.symlink_to(path.name)
+    with pytest.raises(UserError, match=r"checkpoint_latest\.pt: .*check the path") as caught:
+        ck.load_checkpoint(path, verify=verify)
+    assert not isinstance(caught.value, ck.DamagedCheckpoint)
+
+
 def test_wrapper_prefixes_are_taken_off(tmp_path: Path):
     """Keys saved from a compiled or distributed model would not match, and a lax load would leave random weights."""
     state = make(1)
