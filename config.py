@@ -16,7 +16,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -386,7 +386,7 @@ class Config:
         """A copy with the given fields (flat names, as in flags) replaced; every check runs again. Raises ValueError."""
         changes: dict[str, dict[str, Any]] = {}
         for name, value in settings.items():
-            changes.setdefault(_section_of(name), {})[name] = value
+            changes.setdefault(section_of(name), {})[name] = value
         sections = {name: dataclasses.replace(getattr(self, name), **values) for name, values in changes.items()}
         return dataclasses.replace(self, **sections)
 
@@ -432,6 +432,12 @@ class Config:
             if getattr(self.run, name) != getattr(base, name):
                 parts += [flag_of(name), shell_quote(str(getattr(self.run, name)))]
         return " ".join([*parts, *arguments])
+
+    def command_again(self, script: str, given: Mapping[str, Any]) -> str:
+        """`command` with the settings `given` on a command line besides."""
+        selecting = [f.name for f in dataclasses.fields(RunConfig) if f.name != "seed"]
+        others = {name: value for name, value in given.items() if name not in selecting}
+        return self.command(script, *map(shell_quote, arguments_for(others)))
 
 
 SECTIONS: dict[str, type] = {
@@ -540,11 +546,22 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def _section_of(name: str) -> str:
+def section_of(name: str) -> str:
     for section_name, section in SECTIONS.items():
         if any(f.name == name and f.metadata["flag"] for f in dataclasses.fields(section)):
             return section_name
     raise ValueError(f"there is no setting named {name!r}")
+
+
+def arguments_for(settings: Mapping[str, Any]) -> list[str]:
+    """The command-line arguments that give these settings."""
+    arguments = []
+    for name, value in settings.items():
+        if isinstance(value, bool):
+            arguments.append(flag_of(name) if value else "--no-" + flag_of(name)[2:])
+        else:
+            arguments.append(f"{flag_of(name)}={value}")
+    return arguments
 
 
 def flag_of(name: str) -> str:
@@ -681,7 +698,7 @@ def parse_config(
     now = args.given
     if getattr(args, "resume", False):
         # The rest goes on top of the checkpoint's settings, and is checked with them; now only its place is needed.
-        now = {name: value for name, value in now.items() if _section_of(name) == "run"}
+        now = {name: value for name, value in now.items() if section_of(name) == "run"}
     try:
         return make_config(args.preset, now), args
     except ValueError as error:

@@ -45,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     config, args = parse_config(argv, doc=__doc__, uses=USES, add_arguments=add_arguments)
     config = config.with_settings({"corpus": corpus_name(config, args)})
 
+    if not (args.size or args.input or args.url or args.hub or args.archive) and (names := mixed_names(config)):
+        print(f"corpus {config.run.corpus} is a mix of {', '.join(names)}: nothing to bring")
+        return finish(config, argv)
     source = choose_source(config, args)
     with FolderLock(config.corpus_dir, f"corpus {config.run.corpus}"):
         manifest = recorded_manifest(config)
@@ -52,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if manifest is None or not is_current(config, source, manifest):
             manifest = bring(config, source)
     print_summary(config, manifest)
+    return finish(config, argv)
+
+
+def finish(config: Config, argv: Sequence[str] | None) -> int:
     if argv is None:  # else another program goes on by itself
         print(f"next: {config.command('train_tokenizer.py')}")
     return 0
@@ -136,6 +143,15 @@ def own_folders(config: Config) -> tuple[Path, ...]:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What is there already
+
+
+def mixed_names(config: Config) -> list[str]:
+    """The corpora that this one is a mix of; none where it is no mix, or is not there."""
+    from support.manifest import manifest_path
+
+    path = manifest_path(config)
+    manifest = read_json(path, config.command("download_data.py", "--input", "PATH")) if path.exists() else {}
+    return [entry["name"] for entry in manifest.get("mix", [])]
 
 
 def recorded_manifest(config: Config) -> dict[str, Any] | None:
@@ -224,16 +240,20 @@ def bring(config: Config, source: "Source") -> dict[str, Any]:
     return build_manifest(config, source.describe(config.raw_dir), files)
 
 
+def counted(n: int, noun: str) -> str:
+    return f"{n:,} {noun}" + ("s" if n != 1 else "")
+
+
 def print_summary(config: Config, manifest: dict[str, Any]) -> None:
     files = manifest["files"]
     for note in manifest.get("notes", []):
         print(note)
     for file in files[:10]:
-        print(f"  {file['path']}: {file['bytes']:,} bytes, {file['documents']:,} documents, split {file['split']}")
+        print(f"  {file['path']}: {file['bytes']:,} bytes, {counted(file['documents'], 'document')}, split {file['split']}")
     if len(files) > 10:
         print(f"  ... and {len(files) - 10:,} more files")
     documents = ", ".join(f"{split} {n:,}" for split, n in manifest["documents"].items())
-    count = f"{len(files):,} {'file' if len(files) == 1 else 'files'}"
+    count = counted(len(files), "file")
     print(f"corpus {config.run.corpus} in {config.raw_dir}: {count}, {sum(f['bytes'] for f in files):,} bytes")
     print(f"documents: {documents}")
     print(f"fingerprint: {manifest['fingerprint']}")

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tokenizer import BPETokenizer
 
 USES = ["run", "compute"]
+FEW_DOCUMENTS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -182,7 +183,9 @@ def describe(e: Evaluation) -> str:
 
 def remarks(evaluations: Sequence[Evaluation], args: argparse.Namespace) -> list[str]:
     """What a reader must know before comparing these figures with others."""
-    lines = ["95 % intervals: bootstrap over documents"] if len(evaluations[0].text) > 1 else []
+    documents = len(evaluations[0].text)
+    few = f", of which {documents} are too few to tell how far others may be" if documents < FEW_DOCUMENTS else ""
+    lines = [f"95 % intervals: bootstrap over documents{few}"] if documents > 1 else []
     if args.detokenize:
         lines.append("words and bytes are those of the text before its spacing was undone, as in published figures")
     if args.separate_documents:
@@ -220,9 +223,9 @@ def extremes(e: Evaluation, count: int) -> str:
 
     bits = e.scores.nats / np.log(2) / np.maximum(e.scores.bytes, 1)
     order = np.argsort(bits, kind="stable")
-    count = min(count, len(order))
+    best = order[:count]
     lines = [f"{e.name}: documents by bits per byte"]
-    for heading, chosen in (("best", order[:count]), ("worst", order[::-1][:count])):
+    for heading, chosen in (("best", best), ("worst", order[len(best) :][::-1][:count])):  # none is both
         for d in chosen:
             begin = " ".join(e.tokenizer.decode(e.text.document(d)[:60].tolist()).split())[:60]
             lines.append(f"  {heading:5}  {bits[d]:8.4f}  {e.scores.tokens[d]:9,.0f} tokens  {begin}")

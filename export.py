@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.format == "hf":
         if loaded.config.model.document_mask:
             print("its attention stays inside documents: elsewhere, give it one document at a time")
-        print(f"load it with: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+        print(f"load it with transformers: AutoModelForCausalLM and AutoTokenizer, each .from_pretrained({str(folder)!r})")
     return 0
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from config import SECTIONS, Config, flag_of, make_config, parse_config
+from config import SECTIONS, Config, arguments_for, flag_of, make_config, parse_config, section_of
 from support.common import UserError, format_duration, run_main
 
 CUSTOM_CORPUS = "custom"
@@ -37,16 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def stage_arguments(config: Config, settings: dict[str, Any], uses: Sequence[str]) -> list[str]:
     """The command line of a stage: the preset and those of the given settings that the stage takes."""
-    arguments = ["--preset", config.preset]
-    for name, value in settings.items():
-        section = next(s for s, kind in SECTIONS.items() if name in kind.__dataclass_fields__)
-        if section not in uses and f"{section}.{name}" not in uses:
-            continue
-        if isinstance(value, bool):
-            arguments.append(flag_of(name) if value else "--no-" + flag_of(name)[2:])
-        else:
-            arguments.append(f"{flag_of(name)}={value}")
-    return arguments
+    sections = {name: section_of(name) for name in settings}
+    taken = {name: v for name, v in settings.items() if sections[name] in uses or f"{sections[name]}.{name}" in uses}
+    return ["--preset", config.preset, *arguments_for(taken)]
 
 
 def source_arguments(args: argparse.Namespace) -> list[str]:
@@ -87,18 +80,6 @@ def run_stage(stage: str, config: Config, args: argparse.Namespace, settings: di
     print(f"== done in {format_duration(time.monotonic() - t0)}", flush=True)
 
 
-def last_train_record(config: Config) -> dict[str, Any]:
-    """The newest train record of metrics.jsonl; a torn last line is passed over."""
-    for line in reversed((config.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if record.get("kind") == "train":
-            return record
-    return {}
-
-
 def summary(config: Config) -> str:
     """Parameters, tokens seen, losses and speed of the finished run, and the commands to go on with."""
     from checkpoint import find_checkpoint, load_checkpoint
@@ -108,7 +89,7 @@ def summary(config: Config) -> str:
     stored = Config.from_dict(checkpoint["config"]["settings"])
     progress = checkpoint["config"]["progress"]
     evaluation = json.loads((config.run_dir / "evaluation_val.json").read_text(encoding="utf-8"))
-    tokens_per_s = last_train_record(config).get("tokens_per_s", 0.0)
+    tokens_per_s = progress["tokens_seen"] / progress["elapsed_s"]
     model = stored.model
     shape = f"{model.n_layer} layers x {model.n_embd} wide x {model.n_head} heads, block {model.block_size}"
     rows = [

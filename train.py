@@ -378,10 +378,18 @@ def train_run(config: Config, args: argparse.Namespace, world: "World", stop: "S
         require_tensorboard()
     check_start(config, args)
     start = None if args.resume else new_run(config, args.init_from, args.given)
+    if start is not None:
+        check_schedule(start.config, start.data, world)  # before there is a folder of the run
     with FolderLock(config.run_dir, f"run {config.run_name}") if world.is_main else contextlib.nullcontext():
         check_start(config, args)  # again: another process may have held the lock
-        start = start or resumed_run(config, args)
-        check_schedule(start.config, start.data, world, start.checkpoint["iter"] if start.checkpoint else 0)
+        if start is None:
+            start = resumed_run(config, args)
+            steps = check_schedule(start.config, start.data, world, start.checkpoint["iter"])
+            if start.ended(steps) and not args.override and not args.tensorboard:  # which shows what is recorded
+                longer = config.command("train.py", "--resume --max-iters N --override max_iters")
+                if world.is_main:
+                    print(f"run {config.run_dir} is complete, all {steps:,} steps of it; to train it longer: {longer}")
+                return
         with explained_out_of_memory(start.config):
             trainer = make_trainer(start, world, stop, args.init_from)
             # Last, so that a run that is started over goes only when the new one can begin.
@@ -443,7 +451,11 @@ def rehearse(config: Config, args: argparse.Namespace) -> int:
     if args.overfit_batch:
         return 0 if overfit_run(config, lambda line: print(line, flush=True)) else 1
     print("\n".join(estimate_run(config)))
-    print(f"next: {config.command('train.py')}")
+    if not (config.tokens_dir / "meta.json").exists():
+        vocabulary = f"a vocabulary of {config.model.vocab_size:,} tokens is taken for granted"
+        print(f"{config.tokens_dir} is not there yet, so {vocabulary}\nnext: {config.command('download_data.py')}")
+        return 0
+    print(f"next: {config.command_again('train.py', args.given)}")
     return 0
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint import (
+    checkpoint_path,
     has_checkpoints,
     newest_readable,
     promote,
@@ -49,6 +50,12 @@ class Start:
     checkpoint: dict[str, Any] | None = None
     path: Path | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
+
+    def ended(self, steps: int) -> bool:
+        """Whether there is nothing left to do in a run of so many `steps`."""
+        if self.checkpoint is None or self.path != checkpoint_path(self.config.run_dir, "latest"):
+            return False
+        return self.checkpoint["iter"] == self.checkpoint["config"]["progress"].get("last_eval_iter") == steps
 
 
 def check_start(config: Config, args: argparse.Namespace) -> None:
@@ -189,9 +196,14 @@ def check_changes(changes: dict[str, tuple[Any, Any]], overrides: Collection[str
     for name, (old, new) in changes.items():
         if name in BENDING and name not in overrides:
             undo = f"leave out {flag_of(name)}" if name in SETTINGS else f"go on with the same {name}"
+            differ = f"{name} is {_short(old)} in the checkpoint and {_short(new)} now"
+            if name == "max_iters" and new > old > 0:
+                raise UserError(
+                    f"{differ}; to go on by the schedule of a run of {new:,} steps, add --override max_iters; else {undo}"
+                )
             raise UserError(
-                f"{name} is {_short(old)} in the checkpoint and {_short(new)} now, which would bend the run; "
-                f"{undo}, start over with --overwrite, start another run (--run NAME), or insist with --override {name}"
+                f"{differ}, which would bend the run; {undo}, start over with --overwrite, start another run (--run NAME)"
+                + ("" if name in MODEL else f", or insist with --override {name}")
             )
 
 

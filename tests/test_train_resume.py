@@ -161,12 +161,19 @@ def test_resume_says_what_it_skipped(capsys: pytest.CaptureFixture):
 
 
 BENDING = {
-    "max_iters": (["--max-iters", "40"], "max_iters is 30 in the checkpoint and 40 now"),
-    "sampling": (["--sampling", "epoch"], "sampling is random in the checkpoint and epoch now"),
-    "seed": (["--seed", "5"], "seed is 1337 in the checkpoint and 5 now"),
-    "n_layer": (["--n-layer", "3"], "n_layer is 2 in the checkpoint and 3 now"),
-    "block_size": (["--block-size", "16"], "block_size is 32 in the checkpoint and 16 now"),
-    "batch_size": (["--batch-size", "2"], r"a step took 4 x 2 = 8 sequences and would take 2 x 2 = 4 now"),
+    "longer": (
+        ["--max-iters", "40"],
+        "max_iters is 30 .* and 40 now; to go on by the schedule of .* add --override max_iters",
+    ),
+    "shorter": (["--max-iters", "20"], "max_iters is 30 in the checkpoint and 20 now.* insist with --override max_iters"),
+    "sampling": (["--sampling", "epoch"], "sampling is random in the checkpoint and epoch now.* --override sampling"),
+    "seed": (["--seed", "5"], "seed is 1337 in the checkpoint and 5 now.* --override seed"),
+    "n_layer": (["--n-layer", "3"], r"n_layer is 2 in the checkpoint and 3 now.* \(--run NAME\)$"),
+    "block_size": (["--block-size", "16"], r"block_size is 32 in the checkpoint and 16 now.* \(--run NAME\)$"),
+    "batch_size": (
+        ["--batch-size", "2"],
+        r"took 4 x 2 = 8 sequences and would take 2 x 2 = 4 now.* --override batch_size",
+    ),
 }
 
 
@@ -175,7 +182,7 @@ def test_what_bends_a_run_is_refused_with_both_values(flags: list, message: str)
     """A schedule stretched, data replayed or a model swapped in silence."""
     run("--max-iters", "30", "--run", "a")
     before = Path("checkpoints/a/checkpoint_latest.pt").read_bytes()
-    with pytest.raises(UserError, match=message + r".*--override"):
+    with pytest.raises(UserError, match=message):
         resume("a", *flags)
     assert Path("checkpoints/a/checkpoint_latest.pt").read_bytes() == before
 
@@ -199,8 +206,20 @@ def test_a_schedule_that_ends_before_the_checkpoint_is_refused():
     run("--run", "a", "--max-iters", "20")
     with pytest.raises(UserError, match="has 20 steps already, and the schedule ends at 15; raise --max-iters"):
         resume("a", "--max-iters", "15", "--override", "max_iters")
+
+
+def test_a_complete_run_says_so(capsys: pytest.CaptureFixture):
+    """A run without a step to do that compiles for a minute and writes its sample again, as if it had trained."""
+    run("--run", "a", "--max-iters", "20")
+    before, _ = Path("checkpoints/a/metrics.jsonl").read_bytes(), capsys.readouterr()
     resume("a")
-    assert latest("a")["iter"] == 20
+    out = capsys.readouterr().out
+    assert (
+        "run checkpoints/a is complete, all 20 steps of it; to train it longer: uv run python train.py --run a --resume" in out
+    )
+    assert "sample:" not in out and Path("checkpoints/a/metrics.jsonl").read_bytes() == before
+    resume("a", "--max-iters", "25", "--override", "max_iters")
+    assert latest("a")["iter"] == 25
 
 
 def test_override_of_what_cannot_fit_or_does_not_exist():
@@ -245,7 +264,7 @@ def test_harmless_changes_take_effect_and_are_shown(capsys: pytest.CaptureFixtur
 def test_changed_surroundings_are_named(capsys: pytest.CaptureFixture):
     """A resume on other hardware or in another precision that differs in the last digit, and nobody knows why."""
     run("--run", "a")
-    resume("a", "--dtype", "bfloat16")
+    resume("a", "--dtype", "bfloat16", "--max-iters", "35", "--override", "max_iters")
     assert "precision float32 -> bfloat16" in capsys.readouterr().out
 
 
