@@ -15,6 +15,7 @@ from config import Config, DataConfig
 from corpus import KINDS, SPLITS, Corpus, Documents, MixedCorpus, SourceFile, disk_bytes, document_hash
 from support.common import Progress, UserError, fingerprint, misfit, read_json, sha256_file, write_json
 
+LARGE_SHARE = 0.1  # of the text: where a file that is one document has more, documents are cut, else it may be a split
 FEW_DOCUMENTS = 20  # below this, documents are cut into pieces, else a split would be a document or none
 FEW_BYTES = 4_096  # a split with less text than this gets more documents: about two windows of 512 tokens
 LEAST_SHARE = 1e-12  # of a source of a mix, beside the one with the largest weight
@@ -200,15 +201,17 @@ class _Survey:
         self.counts: Counter = Counter()
         self.per_file = [0] * len(corpus.files)
         self.hashed, self.hashed_bytes = 0, 0  # documents, and their bytes, that are split by hash
+        self.largest_file = 0  # bytes of the largest of them that is a whole file, and so no document that the user made
         self._lowest: list[tuple[int, int]] = []  # (-hash, bytes): a heap whose top is the highest hash kept
         by_hash = [file.split == "hash" for file in corpus.files]
+        whole_file = [file.kind == "text" and not corpus.separator for file in corpus.files]
         with Progress(corpus.bytes, "reading documents", "bytes", scale=True) as progress:
             for block in corpus.blocks():
                 found = corpus.read(block)
-                self._add(found, by_hash)
+                self._add(found, by_hash, whole_file)
                 progress.update(disk_bytes(block))
 
-    def _add(self, found: Documents, by_hash: list[bool]) -> None:
+    def _add(self, found: Documents, by_hash: list[bool], whole_file: list[bool]) -> None:
         self.counts.update(found.counts)
         for split in SPLITS:
             self.documents[split] += len(found.texts[split])
@@ -219,6 +222,8 @@ class _Survey:
                 if by_hash[file]:
                     self.hashed += 1
                     self.hashed_bytes += size
+                    if whole_file[file]:
+                        self.largest_file = max(self.largest_file, size)
                     if split != "train" or len(self._lowest) < self.KEPT:
                         self._keep(document_hash(text), size)
 
@@ -253,7 +258,8 @@ def _decide_splitting(corpus: Corpus) -> _Survey:
     if by_document and whole_files and len(corpus.files) < FEW_DOCUMENTS:
         _cut_documents(corpus, corpus.bytes)  # decided before reading: such a file may be larger than memory
     survey = _Survey(corpus)
-    if corpus.splitting["unit"] == "document" and 0 < survey.hashed < FEW_DOCUMENTS:
+    few = 0 < survey.hashed < FEW_DOCUMENTS or survey.largest_file > max(FEW_BYTES, LARGE_SHARE * survey.hashed_bytes)
+    if corpus.splitting["unit"] == "document" and few:
         _cut_documents(corpus, survey.hashed_bytes)
         survey = _Survey(corpus)
     if by_document and survey.hashed and _too_small(corpus.settings, survey):
@@ -306,7 +312,10 @@ def _split_notes(manifest: dict[str, Any]) -> list[str]:
     splitting, settings, notes = manifest["splitting"], manifest["settings"], []
     if splitting["unit"] == "piece":
         size = splitting["piece_bytes"]
-        notes.append(f"too few documents for a split: cut at blank lines, then line ends, into pieces of about {size:,} bytes")
+        notes.append(
+            "too few documents for a split, or one too large: cut at blank lines, then line ends, into pieces of about "
+            f"{size:,} bytes"
+        )
     if splitting["unit"] == "chunk":
         notes.append(
             f"splits are chunks of {splitting['chunk_tokens']:,} tokens: documents straddle them, so held-out loss is flattered"

@@ -289,6 +289,17 @@ def test_cut_pieces_prefer_blank_lines() -> None:
     assert "".join(cut_pieces("x" * 1_001, 10)) == "x" * 1_001
 
 
+def test_a_document_that_is_much_of_the_text_is_cut(tmp_path: Path) -> None:
+    """One long file beside many short documents that goes to the test split whole, a quarter of all text."""
+    rng = random.Random(3)
+    long = {f"{name}.txt": "\n\n".join(" ".join(rng.choices("abcdefgh", k=100)) for _ in range(500)) for name in "xyz"}
+    short = "\n".join(json.dumps({"text": " ".join(rng.choices("abcdefgh", k=150))}) for _ in range(300))
+    _, found = make_corpus(tmp_path, {**{n: t.encode() for n, t in long.items()}, "w.jsonl": short.encode()})
+    sizes = {split: sum(len(text) for text in found.iter_documents(split)) for split in corpus.SPLITS}
+    total = sum(sizes.values())
+    assert 0.005 * total < min(sizes["val"], sizes["test"]) and max(sizes["val"], sizes["test"]) < 0.05 * total, sizes
+
+
 def test_few_small_documents_are_split_too(tmp_path: Path) -> None:
     """With forty short notes the plain hash rule often gives validation nothing at all."""
     for seed in range(5):
