@@ -416,10 +416,10 @@ class Config:
             sections[name] = section(**stored)
         return cls(preset=values["preset"], **sections)
 
-    def command(self, script: str, *arguments: str) -> str:
+    def command(self, script: str, *arguments: str, launcher: str = "python") -> str:
         """The shell command that runs `script` on this corpus and run, with every flag that is needed to select them."""
         default_preset = "quick" if script == "pipeline.py" else DEFAULT_PRESET
-        parts = ["uv run python", script]
+        parts = ["uv run", launcher, script]
         if self.preset != default_preset:
             parts += ["--preset", self.preset]
         base = make_config(self.preset).run

@@ -185,7 +185,7 @@ def remarks(evaluations: Sequence[Evaluation], args: argparse.Namespace) -> list
     """What a reader must know before comparing these figures with others."""
     documents = len(evaluations[0].text)
     few = f", of which {documents} are too few to tell how far others may be" if documents < FEW_DOCUMENTS else ""
-    lines = [f"95 % intervals: bootstrap over documents{few}"] if documents > 1 else []
+    lines = [f"95 % intervals: bootstrap over documents{few}" if documents > 1 else "no intervals: there is one document"]
     if args.detokenize:
         lines.append("words and bytes are those of the text before its spacing was undone, as in published figures")
     if args.separate_documents:

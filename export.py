@@ -148,6 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if loaded.config.model.document_mask:
             print("its attention stays inside documents: elsewhere, give it one document at a time")
         print(f"load it with transformers: AutoModelForCausalLM and AutoTokenizer, each .from_pretrained({str(folder)!r})")
+        start = loaded.tokenizer.tokens[loaded.tokenizer.bos_id].decode()
+        print(f"generate.py begins each text with {start}, which the tokenizer of transformers does not: put it in front")
     return 0
 
 

@@ -201,23 +201,23 @@ def as_json(prompt: str, number: int, text: Text, seed: int) -> str:
     return json.dumps({**fields, "finish": text.finish, "seed": seed}, ensure_ascii=False)
 
 
-def interact(writer: Writer, args: argparse.Namespace) -> int:
-    """Reads prompts until the input ends. Returns the tokens drawn."""
+def interact(writer: Writer, args: argparse.Namespace) -> tuple[int, float]:
+    """Reads prompts until the input ends. Returns the tokens drawn, and the seconds that took."""
     note("A prompt a line; an empty line goes on with the last text, Ctrl-C cancels a text, Ctrl-D leaves.")
     enable_line_history()
-    context, drawn = [writer.tokenizer.bos_id], 0
+    context, drawn, seconds = [writer.tokenizer.bos_id], 0, 0.0
     while (line := read_line()) is not None:
         if line.strip():
             context = encode_prompt(writer.tokenizer, line, not args.no_trailing_space)
-        result = Text()
+        result, t0 = Text(), time.perf_counter()
         try:
             for piece in writer.stream(context, result):
                 print(piece, end="", flush=True)
             print(flush=True)
         except KeyboardInterrupt:
             print(" [cancelled]", flush=True)
-        context, drawn = context + result.ids, drawn + len(result.ids)
-    return drawn
+        context, drawn, seconds = context + result.ids, drawn + len(result.ids), seconds + time.perf_counter() - t0
+    return drawn, seconds
 
 
 def read_line() -> str | None:
@@ -265,10 +265,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompt_ids = encode_prompt(tokenizer, prompt, not args.no_trailing_space)
     for line in remarks(prompt_ids, tokenizer, decoder.block_size, config.sample.top_k):
         note(line)
-    t0 = time.perf_counter()
-    drawn = interact(writer, args) if args.interactive else write_samples(writer, prompt, prompt_ids, args, config.run.seed)
-    seconds = time.perf_counter() - t0
-    note(f"{drawn:,} tokens in {seconds:.1f} s, {drawn / seconds:,.1f} tokens/s")
+    if args.interactive:
+        drawn, seconds = interact(writer, args)
+    else:
+        t0 = time.perf_counter()
+        drawn = write_samples(writer, prompt, prompt_ids, args, config.run.seed)
+        seconds = time.perf_counter() - t0
+    if drawn:
+        note(f"{drawn:,} tokens in {seconds:.1f} s, {drawn / seconds:,.1f} tokens/s")
     return 0
 
 

@@ -1,9 +1,8 @@
 """Stage 9 of 9: pictures of one run, or of several side by side.
 
 Reads metrics.jsonl, config.json, evaluations and checkpoints of each run, and its tokenizer; whatever is missing is left out,
-and a run that still goes on is shown as far as it is. Writes checkpoints/RUN/report.html (of several runs
-checkpoints/FIRST/with_OTHERS/report.html, so that each keeps its own page), one file that needs no network and follows the
-reader's light or dark mode, and report_*.png beside it. Takes a few seconds.
+and a run that still goes on is shown as far as it is. Writes checkpoints/<first run>/report.html, one file that needs no
+network and follows the reader's light or dark mode, and report_*.png beside it. Takes a few seconds.
 
     uv run python report.py wikitext103                       one run
     uv run python report.py wikitext103 wikitext103-fast      two runs, and the settings in which they differ
@@ -25,7 +24,7 @@ from urllib.parse import quote
 from config import make_config, parse_config
 from support.charts import STYLE as CHART_STYLE
 from support.charts import Chart, Line, Markup, Points, draw_figure, draw_png, tag
-from support.common import UserError, atomic_write, fingerprint, format_duration, run_main, write_text
+from support.common import UserError, atomic_write, format_duration, run_main, write_text
 from support.runs import (
     Run,
     Vocabulary,
@@ -536,18 +535,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-png", action="store_true", help="write the page only, which needs no matplotlib")
 
 
-def page_folder(folders: Sequence[Path]) -> Path:
-    """Where the page goes: the run's folder; for several runs one in the first run's, named after the others."""
-    first, *others = folders
-    if not others:
-        return first
-    labels = labels_of(folders)[1:]
-    name = "with_" + "_".join(labels)
-    if len(os.fsencode(name)) > 100 or any(Path(label).name != label for label in labels):  # too long, or whole paths
-        name = f"with_{len(others)}_{fingerprint([str(folder.resolve()) for folder in others])[:8]}"
-    return first / name
-
-
 def has_matplotlib() -> bool:
     try:
         import matplotlib  # noqa: F401
@@ -582,7 +569,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.watch_seconds < 1:
         raise UserError(f"--watch-seconds is {args.watch_seconds}, but it must be at least 1")
     folders = find_run_folders(args.runs, Path(config.run.checkpoint_dir))
-    page = page_folder(folders) / "report.html"
+    page = folders[0] / "report.html"
     if args.watch:
         watch(folders, page, args.watch_seconds)
     report, pictures = read_report(folders), not args.no_png and has_matplotlib()

@@ -386,7 +386,7 @@ def train_run(config: Config, args: argparse.Namespace, world: "World", stop: "S
             start = resumed_run(config, args)
             steps = check_schedule(start.config, start.data, world, start.checkpoint["iter"])
             if start.ended(steps) and not args.override and not args.tensorboard:  # which shows what is recorded
-                longer = config.command("train.py", "--resume --max-iters N --override max_iters")
+                longer = config.command("train.py", "--resume --max-iters N --override max_iters", launcher=world.launcher)
                 if world.is_main:
                     print(f"run {config.run_dir} is complete, all {steps:,} steps of it; to train it longer: {longer}")
                 return
@@ -411,8 +411,9 @@ def make_trainer(start: "Start", world: "World", stop: "StopSignals", init_from:
         with stop.raised_at_once():  # compiling takes long, and nothing is lost
             trainer = Trainer(start, resolve_device(start.config.compute), world, stop)
     except (KeyboardInterrupt, Terminated):
-        again = start.config.command("train.py", *(["--resume"] if start.checkpoint else []))
-        print(f"stopped before the first step; go on with: {again}", flush=True)
+        again = start.config.command("train.py", *(["--resume"] if start.checkpoint else []), launcher=world.launcher)
+        if world.is_main:
+            print(f"stopped before the first step; go on with: {again}", flush=True)
         raise
     if init_from is not None:
         start.notes.append(load_initial_weights(trainer.updater.model, init_from, start.config, start.tokenizer))
@@ -429,7 +430,8 @@ def end(trainer: Trainer) -> None:
     """Ends a run, or this part of it. Raises the exception of the signal that stopped it."""
     from support.distributed import stop_exception
 
-    step, resume = trainer.state.step, trainer.config.command("train.py", "--resume")
+    step = trainer.state.step
+    resume = trainer.config.command("train.py", "--resume", launcher=trainer.world.launcher)
     trainer.metrics.close()
     if trainer.stop_signal is None:
         if trainer.saved_step != step:

@@ -41,6 +41,11 @@ class World:
         """The one process that writes files and prints."""
         return self.rank == 0
 
+    @property
+    def launcher(self) -> str:
+        """What starts as many processes on this machine."""
+        return "python" if self.size == 1 else f"torchrun --nproc_per_node={self.local_size} --"
+
     def sum(self, values: Sequence[float]) -> list[float]:
         """Element-wise sums over all processes, in double precision. Every process has to call it."""
         if self.size == 1:

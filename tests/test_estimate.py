@@ -201,12 +201,16 @@ def test_estimate_before_there_is_any_data(stage, tmp_path):
         "tokens/s",
         "the whole run: ",
         "disk: ",
-        "next: ",
+        "is not there yet, so a vocabulary of 16,384 tokens is taken for granted",
+        "next: uv run python download_data.py\n",
     ):
         assert text in result.stdout, result.stdout
     assert not list(tmp_path.iterdir())
     make_tiny_corpus(tmp_path / "data")  # tokens that train.py would refuse: an estimate of minutes for a run that cannot be
     assert_user_error(stage("train.py", "--estimate", *TINY_RUN, "--block-size", 100_000), "bring more text")
+    again = stage("train.py", "--estimate", *TINY_RUN, "--shard-optimizer").stdout.splitlines()[-1]
+    assert again.startswith("next: uv run python train.py --corpus tiny ") and "--n-layer=2" in again
+    assert "--shard-optimizer" in again
     passes = stage("train.py", "--estimate", "--preset", "sydsgpt")
     assert_user_error(passes, "prepare_data.py --preset sydsgpt")
 

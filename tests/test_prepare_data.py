@@ -451,6 +451,7 @@ def test_mix_has_the_shares_asked_for(tmp_path: Path, stage: Stage) -> None:
     (config.raw_dir / "manifest.json").unlink()
     first = stage("prepare_data.py", *flags(config, "--mix", "large:0.6,small:0.4"))
     assert_user_error(first, "tokenizer.json is missing; run: uv run python train_tokenizer.py --corpus both")
+    assert "both is a mix of large, small: nothing to bring" in stage("download_data.py", *flags(config)).stdout
     corpus = load_corpus(config)
     tokenizer = give_tokenizer(config, corpus)
     result = stage("prepare_data.py", *flags(config))

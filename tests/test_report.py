@@ -112,42 +112,25 @@ def runs(tmp_path: Path) -> Path:
 
 def make_report(*names: str, folder: Path) -> Page:
     assert report.main([*names, "--checkpoint-dir", str(folder), "--no-png"]) == 0
-    return Page(page_of(folder, *names))
-
-
-def page_of(folder: Path, first: str, *others: str) -> Path:
-    return folder / first / "_".join(("with", *others)) / "report.html" if others else folder / first / "report.html"
-
-
-def test_a_comparison_leaves_the_page_of_its_first_run(runs: Path) -> None:
-    """`report.py A B` replaced the page and pictures that `report.py A` had written, and `report.py A C` those of A and B."""
-    make_report("quick", folder=runs)
-    alone = page_of(runs, "quick").read_bytes()
-    make_report("quick", "wide", folder=runs)
-    assert page_of(runs, "quick").read_bytes() == alone
-    long = [runs / f"{i}{'x' * 60}" for i in range(4)]
-    names = {report.page_folder([runs / "quick", *others]).name for others in (long[:1], long[:2], long, long[2:])}
-    assert len(names) == 4 and all(len(name) < 110 for name in names)
-    assert report.page_folder([runs / "x", runs / "a" / "x"]).parent == runs / "x"
+    return Page(folder / names[0] / "report.html")
 
 
 def test_report_of_two_runs_shows_both_and_needs_no_network(stage: Callable, runs: Path) -> None:
     """Would catch a chart, table or picture that went missing, an address outside the page, or a dead link."""
     result = stage("report.py", "quick", "wide")
     assert result.returncode == 0, result.stderr
-    folder = page_of(runs, "quick", "wide").parent
-    page = Page(folder / "report.html")
+    page = Page(runs / "quick" / "report.html")
     charts = [attributes["id"] for attributes in page.with_tag("figure")]
     expected = ["loss_step", "loss_close", "loss_tokens", "loss_time", "learning_rate", "grad_norm", "speed", "utilisation"]
     assert charts == [*expected, "token_length"]
     for name in charts:
-        assert (folder / f"report_{name}.png").read_bytes().startswith(b"\x89PNG\r\n")
+        assert (runs / "quick" / f"report_{name}.png").read_bytes().startswith(b"\x89PNG\r\n")
     for words in ("step 400 of 400 (complete)", "step 260 of 400 (65 %)", "The cat", "said 300 things.", "time (minutes)"):
         assert words in page.text
     links = [attributes["href"] for attributes in page.with_tag("a")]
     assert len(links) > 14
-    assert all((folder / link).exists() for link in links)
-    assert not re.search(r"https?:|url\(|src=|@import", (folder / "report.html").read_text(encoding="utf-8"))
+    assert all((runs / "quick" / link).exists() for link in links)
+    assert not re.search(r"https?:|url\(|src=|@import", (runs / "quick" / "report.html").read_text(encoding="utf-8"))
 
 
 def test_settings_that_differ_and_no_others(runs: Path) -> None:
@@ -204,7 +187,7 @@ def test_hostile_text_stays_text(runs: Path) -> None:
     lines = [json.dumps(record) + "\n" for record in (sample, *records(100, 1.0))]
     (folder / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
     assert report.main([folder.name, "quick", "--checkpoint-dir", str(runs)]) == 0
-    page = Page(page_of(runs, folder.name, "quick"))
+    page = Page(folder / "report.html")
     assert not page.with_tag("script") and not page.with_tag("img")
     assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
     assert "<script>alert(1)</script>" in page.text
@@ -252,7 +235,7 @@ def test_damaged_files_never_end_in_a_traceback(runs: Path, capsys: pytest.Captu
 
 def make_and_find(runs: Path) -> Path:
     report.main(["quick", "wide", "--checkpoint-dir", str(runs), "--no-png"])
-    return page_of(runs, "quick", "wide")
+    return runs / "quick" / "report.html"
 
 
 def mutated(content: bytes, draw: random.Random) -> bytes:

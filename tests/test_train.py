@@ -555,6 +555,7 @@ def test_ranks_stop_together_and_another_number_goes_on(tmp_path: Path):
     assert [process.wait() for process in pair] == [143, 143]
     stopped = latest("a")["iter"]
     assert "stopped at step" in pair[0].output() and "stopped at step" not in pair[1].output()
+    assert "go on with: uv run torchrun --nproc_per_node=2 -- train.py --corpus tiny" in pair[0].output()
     more = ("--max-iters", str(stopped + 3), "--override", "max_iters", "--resume")
     for process in start_ranks(tmp_path, 3, *flags, *endless, *more):
         assert process.wait() == 0, process.output()
