@@ -31,6 +31,7 @@ class Request:
             self.handler.send_header(name, str(value))
         if length != -1:
             self.handler.send_header("Content-Length", str(len(body) if length is None else length))
+        self.handler.send_header("Connection", "close")  # else the next request may go into a connection that is just closing
         self.handler.end_headers()
         self.handler.wfile.write(body)
         self.handler.close_connection = True
