@@ -146,11 +146,14 @@ def own_folders(config: Config) -> tuple[Path, ...]:
 
 
 def mixed_names(config: Config) -> list[str]:
-    """The corpora that this one is a mix of; none where it is no mix, or is not there."""
-    from support.manifest import manifest_path
+    """The corpora that this one is a mix of; none where it is no whole mix, or is not there."""
+    from support.manifest import check_manifest, manifest_path
 
-    path = manifest_path(config)
-    manifest = read_json(path, config.command("download_data.py", "--input", "PATH")) if path.exists() else {}
+    try:
+        manifest = read_json(manifest_path(config), "")
+        check_manifest(manifest)
+    except (UserError, KeyError, TypeError, ValueError):  # what is wrong is said where it is taken stock of again
+        return []
     return [entry["name"] for entry in manifest.get("mix", [])]
 
 

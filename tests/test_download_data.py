@@ -331,6 +331,14 @@ def test_a_damaged_manifest(here: Path, text: str, capsys: pytest.CaptureFixture
     assert manifest_of(here, "custom") == good
 
 
+@pytest.mark.parametrize("text", ['{"mix": [{}]}', '{"mix": 3}', "{"])
+def test_a_damaged_mix(here: Path, text: str) -> None:
+    """A traceback where the parts of a mix are looked for in a manifest that is none."""
+    (here / "data/both/raw").mkdir(parents=True)
+    (here / "data/both/raw/manifest.json").write_text(text, encoding="utf-8")
+    assert "manifest" in user_error("--corpus", "both")
+
+
 def test_one_lone_text_file(stage, tmp_path: Path) -> None:
     """The commonest corpus of all, one text file, does not simply work."""
     text = "\n\n".join(f"Paragraph {i} of a story that goes on and on, as stories do. " * 5 for i in range(300))
